@@ -65,7 +65,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     *,
     kwargs: Mapping[str, Any] | None = None,
     target: TargetChoice = "auto",
-    inputs: "Mapping[str, Sequence[int] | str] | Sequence[InputSpec | str]" = (),
+    inputs: "Mapping[str, Sequence[int | str] | str] | Sequence[InputSpec | str]" = (),
     dims: Mapping[str, int | str | Sequence[int]] | None = None,
     pad_masks: str | Sequence[str] = (),
     dynamic_shapes: "Mapping[str, Any] | Sequence[Any] | None" = None,
@@ -110,7 +110,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``target``: "auto" (CUDA if there is a GPU and cuda-python is installed, else CPU), "cuda" or "cpu".
     - ``inputs``: static shapes by input name, ``{"image": (1, 3, 224, 224)}``, or
       ``["image:1x3x224x224", "ids:1x16:int64"]``. An ONNX file needs one for each input with a
-      dynamic dimension that has no name; a PyTorch model's example is replaced by zeros of that shape.
+      dynamic dimension that has no name; ``{"image": ("batch", 3, 224, 224)}`` names it for ``dims``.
+      A PyTorch model's example is replaced by zeros of that shape.
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
       ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
       powers of two, and both ends), make a program for each combination.

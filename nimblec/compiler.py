@@ -76,6 +76,7 @@ def compile_model(
         written = folder / "model.plan"
         try:
             source = find_source(model, example_inputs, kwargs, folder, dynamic_shapes)
+            _refuse_names(source, options)
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
@@ -83,6 +84,17 @@ def compile_model(
             written.replace(destination(output))
         plan = container.read(output or written)  # the mapping outlives the temporary file
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
+
+
+def _refuse_names(source: Source, options: Options) -> None:
+    """Raise CompileError where dimensions get names of a model that is no ONNX file."""
+    if options.named_inputs and source.kind != "onnx":
+        spec = options.named_inputs[0]
+        name = next(given for given in spec.shape if isinstance(given, str))
+        raise CompileError(
+            f"--input {spec.name}: {name!r} is no size, and only dimensions of an ONNX model get names there; those of "
+            "a PyTorch model get theirs in Python, by dynamic_shapes"
+        )
 
 
 def _compile(target: Target, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:

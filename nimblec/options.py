@@ -44,11 +44,21 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedInput:
+    """A model input of which some dimensions get names, for `Options.dims` and `Options.sizes`; others have sizes."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
-    ``dims`` are sizes of a model's named dimensions, wherever ``inputs`` leave them dynamic; ``sizes`` those
-    of dimensions that have several, ascending: the plan has a program for each of their `profiles`.
+    ``named_inputs`` give names to dimensions of an ONNX file that have none. ``dims`` are sizes of a model's named
+    dimensions, wherever ``inputs`` leave them dynamic; ``sizes`` those of dimensions that have several, ascending: the
+    plan has a program for each of their `profiles`.
     ``pad_masks`` are inputs that are 0 where others are padded, and so mask what is there.
     An integer input with an example is drawn from the example's range in later golden checks.
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
@@ -65,6 +75,7 @@ class Options:
 
     target: TargetChoice = "auto"
     inputs: tuple[InputSpec, ...] = ()
+    named_inputs: tuple[NamedInput, ...] = ()
     dims: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     pad_masks: tuple[str, ...] = ()
@@ -106,6 +117,9 @@ def read_options(**given: Any) -> Options:
             read[name] = _READERS[name](value)
         except ArgumentError as exc:
             raise ArgumentError(f"{name}: {exc}") from exc
+    inputs = read.pop("inputs", ())
+    static = tuple(spec for spec in inputs if isinstance(spec, InputSpec))
+    named = tuple(spec for spec in inputs if isinstance(spec, NamedInput))
     dims = read.pop("dims", ())
     several = tuple((name, sizes) for name, sizes in dims if len(sizes) > 1)
     if twice := next((name for name, _ in several if [other for other, _ in dims].count(name) > 1), None):
@@ -116,19 +130,22 @@ def read_options(**given: Any) -> Options:
     if (masks := read.get("pad_masks")) and not several:
         raise ArgumentError(f"--pad-mask {masks[0]}: needs a dimension of several sizes, such as --dim NAME=1,8")
     fixed = tuple((name, sizes[0]) for name, sizes in dims if len(sizes) == 1)
-    return Options(**read, dims=fixed, sizes=several)
+    return Options(**read, inputs=static, named_inputs=named, dims=fixed, sizes=several)
 
 
-def read_spec(text: str) -> InputSpec:
-    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons."""
+def read_spec(text: str) -> InputSpec | NamedInput:
+    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons.
+
+    SHAPE is sizes with an "x" between them, or sizes and names with commas; one alone has its comma behind it.
+    """
     *fields, last = text.split(":")
     dtype, shape = (last, fields.pop()) if len(fields) > 1 and last in ITEM_NBYTES else (None, last)
-    if not any(fields) or not _SHAPE.fullmatch(shape):
+    if not any(fields) or not (_BY_X.fullmatch(shape) or _BY_COMMA.fullmatch(shape)):
         raise ArgumentError(
-            f"{shortened(text)} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224 or ids:1x16:int64 "
-            f"(dtypes: {', '.join(ITEM_NBYTES)})"
+            f"{shortened(text)} is not NAME:SHAPE[:DTYPE], such as image:1x3x224x224, ids:1x16:int64 or, with a named "
+            f"dimension, image:batch,3,224,224 (dtypes: {', '.join(ITEM_NBYTES)})"
         )
-    return InputSpec(name=":".join(fields), shape=_sizes(shape), dtype=dtype)
+    return _spec(":".join(fields), _shape(shape), dtype)
 
 
 def read_size(value: int | str) -> int:
@@ -184,7 +201,9 @@ def read_nbytes(value: int | str) -> int:
 
 _SIZE = re.compile(r"[0-9]{1,19}")
 _SIZES = re.compile(rf"{_SIZE.pattern}((,{_SIZE.pattern})*|\.\.{_SIZE.pattern})")
-_SHAPE = re.compile(rf"{_SIZE.pattern}(x{_SIZE.pattern})*|scalar|")
+_DIMENSION = re.compile(r"[^\W\d][^,:]*")
+_BY_X = re.compile(rf"{_SIZE.pattern}(x{_SIZE.pattern})*|scalar|")
+_BY_COMMA = re.compile(rf"(({_SIZE.pattern}|{_DIMENSION.pattern}),)+({_SIZE.pattern}|{_DIMENSION.pattern})?")
 _STREAMS = re.compile(r"auto|max|[1-9][0-9]{0,8}")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NBYTES = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
@@ -195,30 +214,46 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _sizes(shape: Any) -> tuple[int, ...]:
-    """A shape as the command line writes it, or a sequence of sizes."""
+def _shape(shape: Any) -> tuple[int | str, ...]:
+    """A shape as the command line writes it, or a sequence of sizes and names."""
     if isinstance(shape, str):
-        return () if shape in {"", "scalar"} else tuple(map(read_size, shape.split("x")))
+        separator = "," if "," in shape else "x"
+        return () if shape in {"", "scalar"} else tuple(map(_dimension, shape.removesuffix(",").split(separator)))
     if not isinstance(shape, Iterable):
         raise ArgumentError(f"{shortened(shape)}, expected a shape such as (1, 3, 224, 224)")
-    return tuple(map(read_size, shape))
+    return tuple(map(_dimension, shape))
 
 
-def _read_inputs(value: Any) -> tuple[InputSpec, ...]:
+def _dimension(value: Any) -> int | str:
+    """The size of a dimension, or its name."""
+    if isinstance(value, str) and _DIMENSION.fullmatch(value):
+        return value
+    try:
+        return read_size(value)
+    except ArgumentError as exc:
+        raise ArgumentError(f"{exc}, or a name") from exc
+
+
+def _spec(name: str, shape: tuple[int | str, ...], dtype: str | None = None) -> InputSpec | NamedInput:
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    if len(sizes) == len(shape):
+        return InputSpec(name=name, shape=sizes, dtype=dtype)
+    return NamedInput(name=name, shape=shape, dtype=dtype)
+
+
+def _read_inputs(value: Any) -> tuple[InputSpec | NamedInput, ...]:
     """From a mapping of names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
     if isinstance(value, Mapping):
         return tuple(_spec_of(name, shape) for name, shape in _named(value))
     if isinstance(value, Iterable) and not isinstance(value, str):
         items = tuple(value)
-        if all(isinstance(item, InputSpec | str) for item in items):
+        if all(isinstance(item, InputSpec | NamedInput | str) for item in items):
             return tuple(read_spec(item) if isinstance(item, str) else item for item in items)
     raise ArgumentError(f'{shortened(value)}, expected {{"image": (1, 3, 224, 224)}} or ["image:1x3x224x224"]')
 
 
-def _spec_of(name: str, shape: Any) -> InputSpec:
-    if isinstance(shape, str):
-        return read_spec(f"{name}:{shape}")
-    return InputSpec(name=name, shape=_sizes(shape))
+def _spec_of(name: str, shape: Any) -> InputSpec | NamedInput:
+    return read_spec(f"{name}:{shape}") if isinstance(shape, str) else _spec(name, _shape(shape))
 
 
 def _read_dims(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -23,7 +23,7 @@ from nimblec.frontend.pytorch import sources
 from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.frontend.pytorch.state import share
 from nimblec.ir import Part
-from nimblec.options import InputSpec, Options
+from nimblec.options import InputSpec, NamedInput, Options
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -128,6 +128,7 @@ def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
     request = CompileRequest(
         source=Source(kind="entries", entries=parts, labels=(("s77", "batch"),)),
         inputs=(InputSpec(name="x", shape=(1, 2), dtype="float32"), InputSpec(name="y", shape=())),
+        named_inputs=(NamedInput(name="z", shape=("batch", 2)),),
         dims=(("batch", 4),),
         sizes=(("length", (1, 2, 4)),),
         pad_masks=("mask",),

@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 import torch
 from command_line import CommandLine
-from onnx import TensorProto
+from cpu_plans import floats, write_model
+from onnx import TensorProto, helper
 from sized_models import (
     UNLIKE_ROWS,
     attention,
@@ -78,6 +79,31 @@ def test_one_plan_runs_every_size_that_was_asked_for(nimblec: CommandLine, tmp_p
         for rows in (2, 8, 1):
             x = np.random.default_rng(rows).standard_normal((rows, 8)).astype(np.float32)
             np.testing.assert_array_equal(executable(x), session.run(None, {"x": x})[0])
+
+
+def test_a_dimension_without_a_name_gets_one(nimblec: CommandLine, tmp_path: Path) -> None:
+    nodes = [helper.make_node("Concat", ["x", "unk"], ["y"], axis=1)]
+    inputs = [floats("x", None, 3), floats("unk", "unk__3", 1)]  # as skl2onnx and tf2onnx write it
+    model, path = write_model(tmp_path / "rows.onnx", nodes, inputs, [floats("y", None, 4)]), tmp_path / "rows.plan"
+    named = ("--input", "x:rows,3", "--input", "unk:rows,1:float32")
+    done = nimblec("compile", model, "-o", path, "--target", "cpu", *named, "--dim", "rows=1..4")
+    assert done.status == 0, done.err
+    session = onnxruntime.InferenceSession(model)
+    with nimblert.load(path) as executable:
+        for rows in (1, 3, 4, 9):
+            draws = np.random.default_rng(rows)
+            arrays = {name: draws.random((rows, n), np.float32) for name, n in (("x", 3), ("unk", 1))}
+            np.testing.assert_array_equal(executable(**arrays), session.run(None, arrays)[0])
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), Path("m.pt2")])
+def test_a_dimension_of_a_module_gets_no_name_there(tmp_path: Path, model: nn.Module | Path) -> None:
+    if isinstance(model, Path):
+        model = tmp_path / model
+        torch.export.save(torch.export.export(nn.Linear(3, 2), (torch.ones(1, 3),)), model)
+    given = (torch.ones(1, 3),) if isinstance(model, nn.Module) else None
+    with pytest.raises(CompileError, match=r"^--input input: 'n' is no size, and only dimensions of an ONNX model get"):
+        nimblec.compile(model, given, target="cpu", inputs={"input": ("n", 3)})
 
 
 def test_an_input_that_fixes_the_dimension_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import click
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblec.options import InputSpec, read_nbytes, read_size, read_sizes, read_spec, read_streams
+from nimblec.options import InputSpec, NamedInput, read_nbytes, read_size, read_sizes, read_spec, read_streams
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.files.replacing import replacing
@@ -38,7 +38,8 @@ class Spec(click.ParamType):
 
     name = "NAME:SHAPE[:DTYPE]"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> InputSpec:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> InputSpec | NamedInput:
         """Parse one value."""
         return _read(read_spec, value, param, ctx)
 

@@ -39,7 +39,8 @@ from nimblert.files import schema
     type=arguments.Spec(),
     multiple=True,
     help="Fix the shape (and dtype) of an input: image:1x3x224x224, ids:1x16:int64, scale:scalar. "
-    "Needed for every input with a dynamic dimension that has no name. Repeatable.",
+    "Needed for every input of an ONNX file with a dynamic dimension that has no name; image:batch,3,224,224 names it "
+    "for --dim. Repeatable.",
 )
 @click.option(
     "--dim",

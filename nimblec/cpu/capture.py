@@ -21,7 +21,7 @@ from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
 from nimblec.frontend.onnx.examples import check_examples
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, NamedInput
 from nimblec.places import Phase
 from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
@@ -46,17 +46,19 @@ def read(
     dims: Sequence[tuple[str, int]] = (),
     examples: Sequence[InputSpec] = (),
     profile: Profile = (),
+    named: Sequence[NamedInput] = (),
 ) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay in their files.
 
     ``examples`` describe arrays for its inputs, of any size in the dimensions that ``profile`` sizes; ``inputs``
-    take precedence.
+    take precedence. ``named`` give names to dimensions that have none.
     """
     loaded = model_file.load(path, external_data=False)
+    model_shapes.name_dimensions(loaded, named)
     check_examples(loaded, examples)
-    named = {spec.name for spec in inputs}
+    given = {spec.name for spec in inputs}
     resized = model_shapes.resize(loaded, examples, profile)
-    specs = (*inputs, *(spec for spec in resized if spec.name not in named))
+    specs = (*inputs, *(spec for spec in resized if spec.name not in given))
     model = model_shapes.fix_shapes(loaded, specs, (*dims, *profile))
     model_file.outputs(model)  # refuses outputs that are not tensors, by name
     model_nodes.clear_repeated_names(model)

@@ -47,6 +47,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
     return CompileRequest(
         source=source,
         inputs=options.inputs,
+        named_inputs=options.named_inputs,
         dims=options.dims,
         sizes=options.sizes,
         pad_masks=options.pad_masks,

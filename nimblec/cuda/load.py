@@ -62,6 +62,7 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
             Path(request.source.model),
             device="cuda",
             specs=options.inputs,
+            named=options.named_inputs,
             dims=options.dims,
             examples=dict(options.examples),
             profile=profile,
@@ -74,4 +75,10 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
 def _options(request: CompileRequest) -> Options:
     """The options of the request that determine the sizes of inputs."""
     examples = () if request.examples is None else tuple(np.load(request.examples).items())
-    return Options(inputs=request.inputs, dims=request.dims, sizes=request.sizes, examples=examples)
+    return Options(
+        inputs=request.inputs,
+        named_inputs=request.named_inputs,
+        dims=request.dims,
+        sizes=request.sizes,
+        examples=examples,
+    )

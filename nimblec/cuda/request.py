@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nimblec.options import InputSpec, Precision
+from nimblec.options import InputSpec, NamedInput, Precision
 from nimblec.source import Source
 
 
@@ -20,6 +20,7 @@ class CompileRequest:
 
     source: Source
     inputs: tuple[InputSpec, ...]
+    named_inputs: tuple[NamedInput, ...]
     dims: tuple[tuple[str, int], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     pad_masks: tuple[str, ...]
@@ -45,7 +46,8 @@ class CompileRequest:
         found = json.loads(text)
         return cls(
             source=_source(found["source"]),
-            inputs=tuple(InputSpec(name=s["name"], shape=tuple(s["shape"]), dtype=s["dtype"]) for s in found["inputs"]),
+            inputs=tuple(InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in found["inputs"]),
+            named_inputs=tuple(NamedInput(**{**spec, "shape": tuple(spec["shape"])}) for spec in found["named_inputs"]),
             dims=tuple((name, size) for name, size in found["dims"]),
             sizes=tuple((name, tuple(sizes)) for name, sizes in found["sizes"]),
             pad_masks=tuple(found["pad_masks"]),

@@ -16,7 +16,7 @@ from plans import H200
 import nimblec
 from nimblec.cache import plan_key
 from nimblec.cache.plan_key import PlanKey, find_key
-from nimblec.options import InputSpec, Options
+from nimblec.options import InputSpec, NamedInput, Options
 from nimblert.cuda import driver
 from nimblert.plan import Target
 
@@ -27,6 +27,7 @@ def key_of(path: Path, options: Options, target: Target = Target.CPU) -> PlanKey
 
 CHANGES: dict[str, Any] = {
     "inputs": (InputSpec(name="x", shape=(4, 8)),),
+    "named_inputs": (NamedInput(name="x", shape=(4, "n")),),
     "dims": (("n", 5),),
     "sizes": (("n", (1, 2)),),
     "pad_masks": ("x",),

@@ -13,7 +13,7 @@ from plans import cpu_plan, pointer
 
 from nimblec.cli import arguments
 from nimblec.errors import UnsupportedModelError
-from nimblec.options import InputSpec, Options, read_spec
+from nimblec.options import InputSpec, NamedInput, Options, read_spec
 from nimblec.stages import Observer
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
@@ -33,14 +33,18 @@ from nimblert.plan import Region, Target, Tensor
         ("serving/x:0:1x4", InputSpec(name="serving/x:0", shape=(1, 4))),
         ("x:0:2x2:bool", InputSpec(name="x:0", shape=(2, 2), dtype="bool")),
         ("float32:3", InputSpec(name="float32", shape=(3,))),
+        ("x:1,3", InputSpec(name="x", shape=(1, 3))),
+        ("x:0:batch,3:int64", NamedInput(name="x:0", shape=("batch", 3), dtype="int64")),
+        ("x:4,a b", NamedInput(name="x", shape=(4, "a b"))),
+        ("x:length,", NamedInput(name="x", shape=("length",))),
     ],
 )
-def test_an_input_specification_is_read_from_the_right(text: str, spec: InputSpec) -> None:
+def test_an_input_specification_is_read_from_the_right(text: str, spec: InputSpec | NamedInput) -> None:
     assert read_spec(text) == spec
 
 
 @pytest.mark.parametrize(
-    "text", ["image", ":1x3", "x:1x-3", "x:ax3", "x:1x3:float99", "x:1,3", "", ":", "x:1x", "x:float32"]
+    "text", ["image", ":1x3", "x:1x-3", "x:ax3", "x:1x3:float99", "x:ax3,4:float99", "", ":", "x:1x", "x:float32"]
 )
 def test_a_wrong_specification_is_refused_with_an_example(nimblec: CommandLine, text: str) -> None:
     sentence = nimblec.refused("compile", "m.onnx", "-o", "m.plan", "--input", text)

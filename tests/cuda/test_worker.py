@@ -134,6 +134,7 @@ def compiled(
     request = CompileRequest(
         source=Source(kind="callable", model="module:made"),
         inputs=(),
+        named_inputs=(),
         dims=(),
         sizes=(),
         pad_masks=(),

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx import model_file, model_shapes
 from nimblec.frontend.onnx.model_file import ModelTensor
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, NamedInput
 from nimblert.plan import ITEM_NBYTES
 
 node = helper.make_node
@@ -202,10 +202,40 @@ def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         model_shapes.fix_shapes(model, ())
     assert str(caught.value) == (
-        "input 'x' has the dynamic dimensions 'a b' (axis 0), of axis 1: give --input x:1x<1>x2"
+        "input 'x' has the dynamic dimensions 'a b' (axis 0), of axis 1: give --input x:1x<1>x2, or for several sizes "
+        "--input 'x:a b,dim1,2' --dim 'a b'=1..16 --dim dim1=<sizes>"
     )
     with pytest.raises(UnsupportedModelError, match=r"dimension of axis 1: give --input x:3x<1>x2"):
         model_shapes.fix_shapes(model, (), [("a b", 3)])
+
+
+def test_dimensions_without_names_are_given_some(path: Path) -> None:
+    inputs = [floats("x", "a b", None, 2), floats("z", "unk__7", 2), ("w", TensorProto.FLOAT, None)]
+    write_model(path, [node("Relu", [i[0]], [f"{i[0]}_out"]) for i in inputs], inputs, [floats("x_out", None, None, 2)])
+    model = model_file.load(path)
+    names = [("x", ("a b", "n", 2)), ("z", ("n", 2)), ("w", ("n", 3))]
+    model_shapes.name_dimensions(model, [NamedInput(name=name, shape=shape) for name, shape in names])
+    fixed = model_shapes.fix_shapes(model, (), [("a b", 4), ("n", 5)])
+    assert [tensor.shape for tensor in model_file.inputs(fixed)] == [(4, 5, 2), (5, 2), (5, 3)]
+    with pytest.raises(UnsupportedModelError, match=r"dimension 'n' \(axis 1\): give --dim n=<n> or --input x:3x<n>x2"):
+        model_shapes.fix_shapes(model, (), [("a b", 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("q", ("n",), r"^--input q: the model has no such input; its inputs are 'x', 'z'$"),
+        ("x", ("n", 3), r"^--input x: 2 dimensions, the model's input has 4 \(\?x3x\?x8\)$"),
+        ("x", ("batch", "n", "height", 8), r"^--input x: 'n' at axis 1, the model's input has 3 there"),
+        ("x", ("n", 3, "height", 8), r"^--input x: 'n' at axis 0, which the model calls 'batch': give 'batch' there"),
+        ("x", ("batch", 3, 5, 8), r"^--input x: 5 at axis 2, .* 'height': give 'height' there, and its size by --dim$"),
+    ],
+)
+def test_names_of_dimensions_that_do_not_fit(
+    path: Path, name: str, shape: tuple[int | str, ...], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_shapes.name_dimensions(image_model(path), [NamedInput(name=name, shape=shape)])
 
 
 @pytest.mark.parametrize(
@@ -294,7 +324,7 @@ def test_a_placeholder_for_a_name_is_none(path: Path, name: str) -> None:
     model = model_file.load(path)
     fixed = model_shapes.fix_shapes(model, [InputSpec(name="x", shape=(2, 3, 48, 192))])
     assert model_file.inputs(fixed)[0].shape == (2, 3, 48, 192)
-    with pytest.raises(UnsupportedModelError, match=r"dimensions of axis 2, of axis 3: give --input x:2x3x<2>x<3>$"):
+    with pytest.raises(UnsupportedModelError, match=r"dimensions of axis 2, of axis 3: give --input x:2x3x<2>x<3>,"):
         model_shapes.fix_shapes(model, (), [("n", 2)])
     with pytest.raises(UnsupportedModelError, match=r"no input has a dimension of that name; the names are 'n'$"):
         model_shapes.fix_shapes(model, (), [(name, 2)])

@@ -1,16 +1,17 @@
 """Make the input shapes of an ONNX model static: a plan has one size for each dimension."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
+from typing import TypeVar
 
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto, TensorShapeProto, ValueInfoProto
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file
 from nimblec.frontend.onnx.model_file import ModelTensor, is_static
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, NamedInput
 from nimblert.plan import Profile
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
@@ -26,16 +27,7 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
     or a dimension stays dynamic.
     """
     known = {tensor.name: tensor for tensor in model_file.inputs(model)}
-    by_name: dict[str, InputSpec] = {}
-    for spec in specs:
-        if spec.name not in known:
-            names = ", ".join(repr(name) for name in known) or "none"
-            raise UnsupportedModelError(f"--input {spec.name}: the model has no such input; its inputs are {names}")
-        if spec.name in by_name:
-            raise UnsupportedModelError(f"--input {spec.name}: given twice; give it once")
-        _check_spec(spec, known[spec.name])
-        by_name[spec.name] = spec
-
+    by_name = _by_name(specs, known)
     fixed = ModelProto()
     fixed.CopyFrom(model)
     graph_inputs = [value for value in fixed.graph.input if value.name in known]
@@ -54,6 +46,31 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
     del fixed.graph.input[:]
     fixed.graph.input.extend(graph_inputs)
     return fixed
+
+
+def name_dimensions(model: ModelProto, inputs: Sequence[NamedInput]) -> None:
+    """Give dimensions of ``model`` that have no names those of ``inputs``, or sizes.
+
+    Raises UnsupportedModelError if an input does not fit, or the model has another name for a dimension.
+    """
+    by_name = _by_name(inputs, {tensor.name: tensor for tensor in model_file.inputs(model)})
+    for value in model.graph.input:
+        if value.name not in by_name:
+            continue
+        spec, shape = by_name[value.name], value.type.tensor_type.shape
+        if not value.type.tensor_type.HasField("shape"):
+            shape.dim.extend(TensorShapeProto.Dimension() for _ in spec.shape)
+        _forget_placeholders([value])
+        for axis, (given, dim) in enumerate(zip(spec.shape, shape.dim, strict=True)):
+            if dim.dim_param not in {"", given}:
+                raise UnsupportedModelError(
+                    f"--input {spec.name}: {given!r} at axis {axis}, which the model calls {dim.dim_param!r}: give "
+                    f"{dim.dim_param!r} there, and its size by --dim"
+                )
+            if isinstance(given, str):
+                dim.dim_param = given
+            else:
+                dim.dim_value = given
 
 
 def resize(model: ModelProto, specs: Iterable[InputSpec], profile: Profile) -> tuple[InputSpec, ...]:
@@ -75,7 +92,24 @@ def _forget_placeholders(values: Iterable[ValueInfoProto]) -> None:
                 dim.ClearField("dim_param")
 
 
-def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
+_Spec = TypeVar("_Spec", InputSpec, NamedInput)
+
+
+def _by_name(specs: Iterable[_Spec], inputs: Mapping[str, ModelTensor]) -> dict[str, _Spec]:
+    """The specs by the names of inputs, which they must fit. Raises UnsupportedModelError."""
+    by_name: dict[str, _Spec] = {}
+    for spec in specs:
+        if spec.name not in inputs:
+            names = ", ".join(repr(name) for name in inputs) or "none"
+            raise UnsupportedModelError(f"--input {spec.name}: the model has no such input; its inputs are {names}")
+        if spec.name in by_name:
+            raise UnsupportedModelError(f"--input {spec.name}: given twice; give it once")
+        _check_spec(spec, inputs[spec.name])
+        by_name[spec.name] = spec
+    return by_name
+
+
+def _check_spec(spec: InputSpec | NamedInput, tensor: ModelTensor) -> None:
     if spec.dtype is not None and spec.dtype != tensor.dtype:
         raise UnsupportedModelError(f"--input {spec.name}: dtype {spec.dtype}, the model's input has {tensor.dtype}")
     if tensor.shape is None:
@@ -88,7 +122,7 @@ def _check_spec(spec: InputSpec, tensor: ModelTensor) -> None:
     for axis, (given, declared) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
         if declared is not None and given != declared:
             raise UnsupportedModelError(
-                f"--input {spec.name}: {given} at axis {axis}, the model's input has {declared} there ({shown})"
+                f"--input {spec.name}: {given!r} at axis {axis}, the model's input has {declared} there ({shown})"
             )
 
 
@@ -147,6 +181,11 @@ def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
     if all(name for _, name in dynamic):
         by_name = " ".join(f"--dim {quote(n)}={_example_size(a, n)}" for a, n in dynamic)
         flags = f"{by_name} or {flags}"
+    else:
+        names = {axis: name or f"dim{axis}" for axis, name in dynamic}
+        named = ",".join(names.get(axis, str(dim.dim_value)) for axis, dim in dims) + "," * (len(dims) == 1)
+        sizes = " ".join(f"--dim {quote(n)}={'<sizes>' if axis else '1..16'}" for axis, n in names.items())
+        flags += f", or for several sizes --input {quote(f'{value.name}:{named}')} {sizes}"
     yield f"input {value.name!r} has {kind} {listed}: give {flags}"
 
 

@@ -11,7 +11,7 @@ from nimblec.frontend.onnx.examples import check_examples
 from nimblec.frontend.onnx.importer import OnnxInput, Weigh, import_model
 from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.frontend.pytorch.tensors import as_tensor, resized
-from nimblec.options import InputSpec
+from nimblec.options import InputSpec, NamedInput
 from nimblert.plan import Profile
 
 
@@ -20,6 +20,7 @@ def load_onnx(
     *,
     device: str,
     specs: tuple[InputSpec, ...] = (),
+    named: tuple[NamedInput, ...] = (),
     dims: tuple[tuple[str, int], ...] = (),
     examples: Mapping[str, np.ndarray] | None = None,
     profile: Profile = (),
@@ -27,11 +28,13 @@ def load_onnx(
 ) -> TorchModel:
     """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
-    ``specs`` and ``dims`` give sizes to its dynamic dimensions, of one input and by name, and so does the
-    ``profile``, to whose sizes examples are repeated or cut. ``weigh`` gives other tensors for its weights.
+    ``named`` gives names to dimensions that have none. ``specs`` and ``dims`` give sizes to dynamic dimensions, of one
+    input and by name, and so does the ``profile``, to whose sizes examples are repeated or cut. ``weigh`` gives other
+    tensors for its weights.
     """
     given = dict(examples or {})
     loaded = model_file.load(path)
+    model_shapes.name_dimensions(loaded, named)
     check_examples(loaded, [InputSpec(name=n, shape=a.shape, dtype=a.dtype.name) for n, a in given.items()])
     shown = (InputSpec(name=name, shape=array.shape) for name, array in given.items())
     shapes = {spec.name: spec for spec in model_shapes.resize(loaded, shown, profile)}
