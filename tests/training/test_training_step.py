@@ -3,7 +3,7 @@
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -348,8 +348,8 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
     model = nn.Linear(3, 2)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    for example in (x, (x,), (x, "y"), ((), y)):
-        with pytest.raises(ArgumentError, match=r"example_batch: expected \(inputs, targets\)"):
+    for example in (x, (x,), (x, "y"), (x.numpy(), y), ((), y)):
+        with pytest.raises(ArgumentError, match=r"example_batch: got \w+, expected \(inputs, targets\)"):
             nimblec.training_step(model, loss, sgd, example)  # type: ignore[arg-type]
     for accumulate in (0, 1.5, True):
         with pytest.raises(ArgumentError, match=f"accumulate: {accumulate}, expected a whole number from 1"):
@@ -357,6 +357,7 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     for given, sentence in (
         ((loss, loss, sgd), r"model: got function, expected a torch\.nn\.Module"),
         ((model, None, sgd), "loss: got NoneType, expected a function of tensors"),
+        ((model, nn.MSELoss, sgd), "loss: got the class MSELoss, expected a function of tensors, or such a module"),
         ((model, loss, torch.optim.SGD), r"optimizer: got type, expected a torch\.optim\.Optimizer"),
     ):
         with pytest.raises(ArgumentError, match=sentence):
@@ -364,6 +365,9 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     for clip_norm in ("a", 0, -1.0, float("nan")):
         with pytest.raises(ArgumentError, match=f"clip_norm: {clip_norm!r}, expected a number above 0, or None"):
             nimblec.training_step(model, loss, sgd, (x, y), clip_norm=clip_norm)  # type: ignore[arg-type]
+    for other, found in ((lambda s, _: s, r"a tensor of shape \(4, 2\)"), (lambda s, y: (s, y), "tuple")):
+        with pytest.raises(UnsupportedModelError, match=f"the loss returns {found}, expected one number: take its"):
+            nimblec.training_step(model, other, sgd, (x, y))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="the loss of call 1 on the example batch is nan, which tells"):
         nimblec.training_step(model, loss, sgd, (torch.full_like(x, torch.nan), y))
     reading = Reading(3, 2)
@@ -472,6 +476,7 @@ LOSSES: dict[str, Loss] = {
     "a buffer": nn.CrossEntropyLoss(weight=WEIGHT),
     "cast": lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT.to(scores.dtype)),
     "made": lambda scores, y: functional.cross_entropy(scores, y, weight=torch.tensor([0.1, 0.2, 0.3, 0.4])),
+    "held": lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT),
 }
 
 
@@ -479,6 +484,7 @@ LOSSES: dict[str, Loss] = {
     ("name", "layer"),
     [
         ("made", nn.RNN),
+        ("held", nn.RNN),
         pytest.param("cast", nn.RNN, marks=pytest.mark.slow),
         pytest.param("a buffer", nn.GRU, marks=pytest.mark.slow),
     ],
@@ -499,16 +505,63 @@ def test_tensors_that_are_no_part_of_the_model(name: str, layer: type[nn.RNNBase
             np.testing.assert_allclose(exe(x.numpy(), y.numpy(), entry="train"), wanted.item(), rtol=1e-5)
 
 
-def test_a_tensor_that_meets_no_float64_is_a_sentence() -> None:
+class Bytes(nn.Module):
+    """Scores of an image of bytes, and of what tokens it is, through casts and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.table = torch.linspace(-1.0, 1.0, 15).reshape(5, 3)
+
+    def forward(self, image: Tensor, token: Tensor) -> Tensor:
+        """Of images (n x 3 x 4) and tokens (n)."""
+        known = functional.one_hot(token, 5).to(torch.float32) @ self.table
+        scores: Tensor = self.linear(image.flatten(1).float() / 255) + known
+        scores += torch.ones(3, dtype=torch.float32)
+        return scores
+
+
+def trains_as_pytorch_does(model: nn.Module, loss: Loss, inputs: Sequence[Tensor], y: Tensor, rtol: float) -> None:
+    """In three steps of a plan for the CPU."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = nimblec.training_step(model, loss, optimizer, (tuple(inputs), y))
+    with nimblert.load(nimblec.compile({"train": step["train"]}, target="cpu", streams=1)) as exe:
+        for _ in range(3):
+            wanted = loss(model(*inputs), y)
+            wanted.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            np.testing.assert_allclose(exe(*inputs, y, entry="train"), wanted.item(), rtol=rtol)
+
+
+def test_casts_are_to_float64_where_the_step_is_checked() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randint(0, 256, (6, 3, 4), dtype=torch.uint8), torch.arange(6) % 5
+    trains_as_pytorch_does(Bytes(), functional.cross_entropy, inputs, torch.arange(6) % 3, rtol=1e-5)
+
+
+def test_what_fails_in_float64_is_a_sentence() -> None:
     model = nn.Linear(3, 4)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(TraceError, match=r"cannot be taken in float64.*make it a buffer of a module: line \d+ of"):
+    with pytest.raises(TraceError, match=r"fail on the example batch, in float64, .*: line \d+ of .* to be Long"):
         nimblec.training_step(
-            model,
-            lambda scores, y: functional.cross_entropy(scores, y, weight=WEIGHT),
-            sgd,
-            (torch.randn(5, 3), torch.arange(5) % 4),
+            model, lambda s, y: functional.cross_entropy(s, y.int()), sgd, (torch.randn(5, 3), torch.arange(5) % 4)
         )
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 255])
+def test_targets_that_the_loss_ignores(ignore_index: int) -> None:
+    torch.manual_seed(0)
+    y = torch.tensor([0, ignore_index, 2, 1, 2])
+    loss = nn.CrossEntropyLoss(ignore_index=ignore_index, label_smoothing=0.1)
+    trains_as_pytorch_does(nn.Linear(3, 4), loss, [torch.randn(5, 3)], y, rtol=1e-5)
+
+
+def test_float16_is_updated_everywhere() -> None:
+    """PyTorch's fused SGD for the CPU updates no whole vector of halves."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(6, 3).half(), torch.randn(8, 6).half(), torch.randn(8, 3).half()
+    trains_as_pytorch_does(model, functional.mse_loss, [x], y, rtol=2e-3)
 
 
 @pytest.mark.parametrize("held", ["weight", "running_mean"])

@@ -1,8 +1,7 @@
 """Whether a graph of a step does what the optimizer itself does."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +24,7 @@ from nimblec.frontend.pytorch.training.state import (
     trained,
 )
 from nimblec.frontend.pytorch.training.step import Step, trace
+from nimblec.frontend.pytorch.training.widening import in_float64, wide, widened
 
 _CHECKED_STEPS = 3
 _TOLERANCE = 1e-5
@@ -35,40 +35,26 @@ _ROUNDED = 4 * torch.finfo(torch.float64).eps
 """The largest relative change of a number that stands for other rounding."""
 _MARGIN = 100
 """Times the measured noise, which is one sample of rounding errors; other kernels' may be larger."""
-_IN_FLOAT64 = (
-    "training_step: the step cannot be taken in float64, in which it is checked: give each tensor of model and loss "
-    "the dtype of what it meets, weight.to(scores.dtype), or make it a buffer of a module"
-)
+_IN_FLOAT64 = "training_step: model and loss fail on the example batch, in float64, in which the step is checked"
 _FEW = 2
 """Calls whose gradients are summed for a step here: more of them give the same graph."""
 
 
-@contextmanager
-def _new_tensors_in_float64() -> Iterator[None]:
-    """Have what a model makes without a dtype, as a first hidden state, in that of its weights."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@_new_tensors_in_float64()
+@in_float64()
 def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
     """
-    wide = _widened(recipe)
-    batch = [_wide(value) for value in (*inputs, *targets)]
-    state = initial_state(wide, draws=True)
-    state = state.with_tensors([_wide(value) for value in state.tensors()])
+    recipe = _widened(recipe)
+    batch = [wide(value) for value in (*inputs, *targets)]
+    state = initial_state(recipe, draws=True)
+    state = state.with_tensors([wide(value) for value in state.tensors()])
     # With the framework's gradients: in float64, those of grouped convolutions take many times as long written out.
-    step = trace(wide, state, batch[: wide.inputs], batch[wide.inputs :], exported=False)
+    step = trace(recipe, state, batch[: recipe.inputs], batch[recipe.inputs :], exported=False)
     state = state.with_tensors([value.detach().clone() for value in state.tensors()])
-    for number in range(1, _CHECKED_STEPS * wide.accumulate + 1):
-        wanted = _framework_call(wide, state, batch, is_due=number % wide.accumulate == 0)
+    for number in range(1, _CHECKED_STEPS * recipe.accumulate + 1):
+        wanted = _framework_call(recipe, state, batch, is_due=number % recipe.accumulate == 0)
         if not torch.isfinite(wanted["loss"]).all():
             raise UnsupportedModelError(
                 f"training_step: the loss of call {number} on the example batch is {wanted['loss'].tolist()}, which "
@@ -81,7 +67,7 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
         if wrong is not None:
             raise UnsupportedModelError(
                 f"training_step: {wrong!r} after call {number} is not what the optimizer makes of it: "
-                f"{type(wide.optimizer).__name__} keeps something that is not zero before the first step (give one "
+                f"{type(recipe.optimizer).__name__} keeps something that is not zero before the first step (give one "
                 "that has taken a step), or the model computes something else in each call (what it keeps from one to "
                 "the next has to be a buffer that it writes in place)"
             )
@@ -94,9 +80,10 @@ def _widened(recipe: Recipe) -> Recipe:
     with user_code("training_step: model and optimizer cannot be copied"):
         model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))
     model.double()
-    loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
+    model.forward = widened(model.forward)
+    loss = widened(copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss)
     for kept in optimizer.state.values():
-        kept |= {name: _wide(value) for name, value in kept.items()}
+        kept |= {name: wide(value) for name, value in kept.items()}
     few = min(recipe.accumulate, _FEW)
     return replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
 
@@ -105,10 +92,6 @@ def _kept_results(model: nn.Module) -> dict[int, Any]:
     """Copies of the results that a model has kept as attributes since an earlier call, which deepcopy refuses."""
     leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
     return {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _framework_call(recipe: Recipe, state: TrainingState, batch: Sequence[Tensor], *, is_due: bool) -> Named:

@@ -15,6 +15,7 @@ from nimblec.frontend.pytorch.generator import GeneratorState, StepGenerator
 from nimblec.frontend.pytorch.source_tracker import within
 from nimblec.frontend.pytorch.state import Writing
 from nimblec.frontend.pytorch.training.check import refuse_another_step
+from nimblec.frontend.pytorch.training.ignored import without
 from nimblec.frontend.pytorch.training.state import (
     MODEL,
     OFFSET,
@@ -145,8 +146,7 @@ def entries(
     """See `nimblec.training_step`."""
     _check_kind("model", model, nn.Module)
     _check_kind("optimizer", optimizer, Optimizer)
-    if not callable(loss):
-        raise ArgumentError(f"training_step: loss: got {type(loss).__name__}, expected a function of tensors")
+    _check_loss(loss)
     inputs, targets = _batch(example_batch)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
@@ -173,8 +173,9 @@ def entries(
         model.train()
     checked = refuse_another_step(recipe, inputs, targets)
     state = initial_state(recipe, draws=checked.draws)
-    module = Train(recipe, state, (*inputs, *targets))
-    return {"train": (module, (*inputs, *targets)), "evaluate": (Evaluate(model, recipe.autocast), inputs)}
+    batch = without((*inputs, *targets), checked.ignored)
+    evaluate = Evaluate(model, recipe.autocast)
+    return {"train": (Train(recipe, state, batch), batch), "evaluate": (evaluate, batch[: len(inputs)])}
 
 
 def _is_number(value: object) -> bool:
@@ -185,6 +186,12 @@ def _check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         expected = f"torch.{kind.__module__.split('.')[1]}.{kind.__name__}"
         raise ArgumentError(f"training_step: {name}: got {type(value).__name__}, expected a {expected}")
+
+
+def _check_loss(loss: object) -> None:
+    if not callable(loss) or isinstance(loss, type):
+        found = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise ArgumentError(f"training_step: loss: got {found}, expected a function of tensors, or such a module")
 
 
 def _half(autocast: Any) -> torch.dtype | None:
@@ -202,12 +209,14 @@ def _half(autocast: Any) -> torch.dtype | None:
 def _batch(example: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     def tensors(part: Any) -> tuple[Tensor, ...]:
         found = tuple(part) if isinstance(part, tuple | list) else (part,)
-        if not found or not all(isinstance(tensor, Tensor) for tensor in found):
-            raise ArgumentError("training_step: example_batch: expected (inputs, targets), each a tensor or several")
+        others = [type(item).__name__ for item in found if not isinstance(item, Tensor)]
+        if others or not found:
+            raise ArgumentError(f"training_step: example_batch: got {others[0] if others else 'nothing'}, {expected}")
         return found
 
+    expected = "expected (inputs, targets), each a torch.Tensor or several"
     if not isinstance(example, tuple | list) or len(example) != 2:
-        raise ArgumentError("training_step: example_batch: expected (inputs, targets), each a tensor or several")
+        raise ArgumentError(f"training_step: example_batch: got {type(example).__name__}, {expected}")
     return tensors(example[0]), tensors(example[1])
 
 

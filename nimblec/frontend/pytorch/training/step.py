@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -22,6 +23,7 @@ from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, 
 from nimblec.frontend.pytorch.training.backward import decompositions
 from nimblec.frontend.pytorch.training.calling import result_with
 from nimblec.frontend.pytorch.training.functions import OtherFunctions
+from nimblec.frontend.pytorch.training.ignored import ignored
 from nimblec.frontend.pytorch.training.random import Draws, refuse_other_draws
 from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, unscale, update_scale
 from nimblec.frontend.pytorch.training.sources import name_updates
@@ -40,6 +42,8 @@ from nimblec.frontend.pytorch.training.state import (
 from nimblec.graph.writes import may_be_written, writers
 from nimblec.places import LOSS, Phase, Place
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
 
 
@@ -52,6 +56,8 @@ class Step:
     """Whether it draws random numbers."""
     changes: tuple[bool, ...]
     """Whether it may change each tensor of the state."""
+    ignored: frozenset[int]
+    """Integers of the batch that it does not use."""
 
 
 def trace(
@@ -90,7 +96,7 @@ def trace(
     _refuse_written(list(state.parameters), traced.graph)
     traced.recompile()
     name_updates(traced.graph, state)
-    return Step(graph=traced, draws=draws, changes=_changes(traced.graph, count))
+    return Step(graph=traced, draws=draws, changes=_changes(traced.graph, count), ignored=ignored(traced.graph))
 
 
 def _refuse_written(parameters: Sequence[str], graph: fx.Graph) -> None:
@@ -172,7 +178,7 @@ def take_step(
         with autocasting(recipe.autocast, device):
             result = result_with(recipe.model, {**parameters, **left.buffers}, inputs)
             with within(LOSS):
-                loss = recipe.loss(result, *targets)
+                loss = _scalar(recipe.loss(result, *targets))
         used = draws.used if draws else 0
         with within(LOSS):
             mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
@@ -237,6 +243,13 @@ def _update(
             update_scale(scale, tracker, overflow, itself=itself)
 
 
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UnsupportedModelError(f"training_step: the loss returns {found}, expected one number: take its mean")
+    return loss
+
+
 def _laid_out(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
     """A gradient in its parameter's memory layout, as `backward` leaves it: fused optimizers take no other.
 
@@ -289,6 +302,9 @@ def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
 
 def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
     """The optimizer over other tensors."""
+    # PyTorch 2.13's fused SGD for the CPU leaves whole vectors of halves as they are.
+    is_fused = all(value.is_cuda or value.dtype not in _HALVES for value in parameters.values())
+    settings = partial(_settings, itself=itself, is_fused=is_fused)
     made = copy.copy(recipe.optimizer)
     made.state = defaultdict(dict)
     for name, constants in recipe.constants.items():
@@ -297,7 +313,7 @@ def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself:
         name, _, slot = path.rpartition(".")
         made.state[parameters[name]][slot] = value
     made.param_groups = [
-        {**group, **_settings(group, itself=itself), RATE: rate, "params": [parameters[name] for name in names]}
+        {**group, **settings(group), RATE: rate, "params": [parameters[name] for name in names]}
         for group, names, rate in zip(recipe.optimizer.param_groups, recipe.groups, left.rates.values(), strict=True)
     ]
     for group in made.param_groups:
@@ -306,14 +322,14 @@ def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself:
     return made
 
 
-def _settings(group: Mapping[str, Any], *, itself: bool) -> dict[str, Any]:
+def _settings(group: Mapping[str, Any], *, itself: bool, is_fused: bool) -> dict[str, Any]:
     """Settings of an optimizer that reads its rate from the device: its own kernels, or one parameter at a time."""
     if not itself:
         wanted = {"foreach": False, "fused": False, "capturable": True}
     elif "capturable" in group:
         wanted = {"capturable": True}
     else:  # SGD, whose other kernels take the rate from the host
-        wanted = {"foreach": False, "fused": True}
+        wanted = {"foreach": False, "fused": is_fused}
     return {name: value for name, value in wanted.items() if name in group}
 
 

@@ -1,0 +1,31 @@
+"""Integers of a batch that a step does not use, as the targets that a loss ignores."""
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor, fx
+
+
+def ignored(graph: fx.Graph) -> frozenset[int]:
+    """The integers c that the graph puts another number in place of: where(x != c, x, other)."""
+    found = set()
+    for node in filter(attrgetter("args"), graph.nodes):
+        kept = node.args[0]
+        if node.target is torch.ops.aten.where.self and kept.target is torch.ops.aten.ne.Scalar:
+            value, integer = kept.args
+            if value is node.args[1] and isinstance(integer, int):
+                found.add(integer)
+    return frozenset(found)
+
+
+def without(batch: Sequence[Tensor], integers: Iterable[int]) -> tuple[Tensor, ...]:
+    """The batch with another of its own numbers in place of these: inputs are later drawn from the range of each."""
+    return tuple(_without(tensor, integers) for tensor in batch)
+
+
+def _without(tensor: Tensor, integers: Iterable[int]) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return tensor
+    is_kept = torch.isin(tensor, torch.tensor([*integers], dtype=torch.int64, device=tensor.device), invert=True)
+    return torch.where(is_kept, tensor, tensor[is_kept][0]) if is_kept.any() else tensor
