@@ -47,7 +47,7 @@ def main(plan: str, epochs: int = 15) -> None:
     with nimblert.load(plan) as model:
         size = model.entry("train").programs[0].inputs[0].shape[0]
         for epoch in track(range(epochs), "training"):
-            model.state["optimizer.lr"] = np.float32(FIRST_RATE * (1 - epoch / epochs))
+            model.state["optimizer.lr"] = FIRST_RATE * (1 - epoch / epochs)
             chosen = batches(len(images), size, epoch)
             losses = [model(images[each], labels[each], entry="train") for each in chosen]
             print(f"epoch {epoch + 1}: loss {np.mean(losses):.4f}")

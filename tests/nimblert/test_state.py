@@ -17,7 +17,7 @@ import nimblert
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.files import container, safetensors
-from nimblert.plan import Memcpy, Memset
+from nimblert.plan import ITEM_NBYTES, Memcpy, Memset, Weight
 from nimblert.rules import verify
 
 
@@ -48,6 +48,51 @@ def test_what_is_assigned_is_what_the_next_run_finds(loaded: Executable) -> None
     assert loaded(entry="read").tolist() == [0, 2, 4, 6]
     loaded.reset()
     assert loaded(entry="read").tolist() == [1, 2, 3, 4]
+
+
+def scalar(dtype: str) -> Executable:
+    """A plan with a scalar of this dtype among its state."""
+    plan = keeping()
+    zero = Weight(name="scalar", dtype=dtype, shape=(), offset=64, data=memoryview(bytes(ITEM_NBYTES[dtype])))
+    return nimblert.load(container.encode_file(replace(plan, state_nbytes=128, state=(*plan.state, zero))))
+
+
+FLOATS = (0.1, 3, float("inf"), np.float64(0.1), np.float32(0.1), np.array(2, "f4"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *(("float32", value) for value in FLOATS),
+        *(("int64", value) for value in (3, -(2**63))),
+        *(("bool", value) for value in (True, np.bool_(False))),
+    ],
+)
+def test_a_scalar_may_be_a_number(dtype: str, value: Any) -> None:
+    with scalar(dtype) as executable:
+        executable.state["scalar"] = value
+        np.testing.assert_array_equal(executable.state["scalar"], np.asarray(value, dtype), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "sentence"),
+    [
+        ("float32", 1e39, r"^state 'scalar': 1e\+39 is beyond the numbers of float32$"),
+        ("float32", 2**2000, r"is beyond the numbers of float32$"),
+        ("uint8", 256, "^state 'scalar': 256 is beyond the numbers of uint8$"),
+        ("int64", -(2**63) - 1, "is beyond the numbers of int64$"),
+        ("int64", 1.0, "^state 'scalar': got float, expected a numpy array"),
+        ("float32", True, "^state 'scalar': got bool, expected a numpy array"),
+        ("bool", 1, "^state 'scalar': got int, expected a numpy array"),
+        ("bfloat16", 1.0, "^state 'scalar': got float, expected a numpy array"),
+        ("float32", "1", "^state 'scalar': got str, expected a numpy array"),
+    ],
+)
+def test_a_number_that_a_scalar_does_not_hold(dtype: str, value: Any, sentence: str) -> None:
+    with scalar(dtype) as executable:
+        with pytest.raises(InputError, match=sentence):
+            executable.state["scalar"] = value
+        assert not executable.state["scalar"].any()
 
 
 @pytest.mark.parametrize(

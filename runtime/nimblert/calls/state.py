@@ -1,5 +1,6 @@
 """State: the named tensors that a context keeps from run to run."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -62,8 +63,8 @@ class State(Mapping[str, np.ndarray]):
     >>> exe.state["cache"] = np.zeros_like(cache)
 
     An assigned array has the tensor's dtype and shape, and may be anything that an input may be: an array of another
-    library by DLPack, and on the CUDA target one on the GPU. Raises InputError for an unknown name, another dtype or
-    shape, a closed context, and where another thread's run would have a call refused.
+    library by DLPack, and on the CUDA target one on the GPU. A scalar may be a number of Python. Raises InputError for
+    an unknown name, another dtype or shape, a closed context, and where another thread's run would have a call refused.
     """
 
     def __init__(self, context: Owner) -> None:
@@ -135,7 +136,8 @@ class State(Mapping[str, np.ndarray]):
 
     def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
         tensor = self._tensor(name)
-        array = checked_array("state", tensor, value, working.take)
+        given = _number(tensor, value) if tensor.shape == () and isinstance(value, int | float) else value
+        array = checked_array("state", tensor, given, working.take)
         if tuple(array.shape) != tensor.shape:
             raise InputError(f"state {name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
         return tensor, array
@@ -145,6 +147,19 @@ class State(Mapping[str, np.ndarray]):
             known = list(self._tensors)
             raise InputError(f"state {name!r}: not found, the plan has {known or 'none'}")
         return self._tensors[name]
+
+
+def _number(tensor: Tensor, value: float) -> Any:
+    """A number of Python as a scalar of the tensor's dtype, if that holds such numbers; else as it is."""
+    dtype = numpy_dtype(tensor.dtype)
+    kinds = "b" if isinstance(value, bool) else "iuf" if isinstance(value, int) else "f"
+    if dtype.kind not in kinds or dtype.name != tensor.dtype:
+        return value
+    if dtype.kind != "b" and (isinstance(value, int) or math.isfinite(value)):
+        limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+        if not int(limits.min) <= value <= int(limits.max):
+            raise InputError(f"state {tensor.name!r}: {value} is beyond the numbers of {tensor.dtype}")
+    return np.asarray(value, dtype)
 
 
 def _content(working: Working, tensor: Tensor) -> np.ndarray:
