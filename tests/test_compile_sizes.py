@@ -356,6 +356,25 @@ def test_what_has_no_names_for_several_sizes_is_refused() -> None:
         nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes)
 
 
+class _InFour(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """In four rows."""
+        return x.reshape(4, -1)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "sentence"),
+    [
+        (nn.Linear(4, 2).eval(), 1, "the dimension batch is 1 in the example, .*: give an example of 2 or more$"),
+        (_InFour(), 4, "the dimension batch can only be 4, since the model's code makes it so"),
+    ],
+)
+def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, sentence: str) -> None:
+    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    with pytest.raises(CompileError, match=sentence):
+        nimblec.compile(module, (torch.ones(rows, 4),), target="cpu", dims={"batch": "1..64"}, dynamic_shapes=shapes)
+
+
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_programs_of_all_sizes_share_the_state(target: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)

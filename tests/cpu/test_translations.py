@@ -225,6 +225,12 @@ def test_values_are_clamped_to_several_constant_bounds() -> None:
     agree(model, (torch.randn(2, 8),), (2 * torch.randn(2, 8),))
 
 
+@pytest.mark.parametrize("x", [torch.linspace(-2, 4, 9), torch.arange(-2, 5)])
+def test_one_bound_is_an_int_and_the_other_a_float(x: Tensor) -> None:
+    """For which torch.onnx.export finds no overload of clamp."""
+    agree(each([lambda x: x.clamp(0, 2.5), lambda x: x.clamp(-0.5, max=3), lambda x: x.clamp(min=-1, max=0.5)]), (x,))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
 def test_integers_are_rounded_already(dtype: torch.dtype) -> None:
     x = torch.tensor([-3.5, -1, 0, 2.5, 7]).to(dtype)

@@ -9,7 +9,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import TraceError, UnsupportedModelError
+from nimblec.errors import TraceError, UnsupportedModelError, root_cause
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.dynamic_shapes import user_inputs
 from nimblec.frontend.pytorch.export_errors import exporting
@@ -37,13 +37,13 @@ def export_dynamic(live: LiveModel) -> Source:
                 )
                 labels = _labels(program, module, args, live.kwargs, live.dynamic_shapes)
         except TraceError as exc:
-            _refuse_sized_state(name, module, live, str(exc))
+            _refuse_sized_state(name, module, live, str(root_cause(exc)))
             raise
     return Source(kind="live", live=LiveModel(model=program, args=None), labels=tuple(labels.items()))
 
 
 def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, said: str) -> None:
-    """Raise UnsupportedModelError if torch.export's message ``said`` is due to a state of a dimension's size."""
+    """Raise UnsupportedModelError if torch.export's error ``said`` is due to a state of a dimension's size."""
     violated = _VIOLATED.search(said)
     if violated is None:
         return

@@ -15,6 +15,9 @@ BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDa
 """Errors of calls whose result or its size depends on the values of tensors that only have a shape."""
 
 
+_FIXED = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
+
+
 @contextmanager
 def exporting(name: str, exporter: str) -> Iterator[None]:
     """Turn what ``exporter`` raises for the model ``name`` into a TraceError, and silence its log.
@@ -41,8 +44,17 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
                 f"{name}: torch.onnx.export has no translation of {untranslated[1]}: compute it by other operators, or "
                 "compile for --target cuda"
             ) from exc
+        if fixed := _FIXED.search(str(first)):
+            dimension, size = fixed.groups()
+            raise TraceError(f"{name}: the dimension {dimension} {_why_fixed(int(size))}") from exc
         where = f"{line} raised {type(first).__name__}: " if line else ""
         raise TraceError(f"{name}: {exporter} refuses it: {where}{_plain(first)}") from exc
+
+
+def _why_fixed(size: int) -> str:
+    if size > 1:
+        return f"can only be {size}, since the model's code makes it so: write the code for any size, or give it one"
+    return f"is {size} in the example, and torch.export takes 0 and 1 for fixed sizes: give an example of 2 or more"
 
 
 def _plain(exc: BaseException) -> str:
