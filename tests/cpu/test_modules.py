@@ -89,6 +89,18 @@ def test_an_encoder_under_a_mask_of_padding(norm_first: bool) -> None:
     np.testing.assert_allclose(found[~padded.numpy()], wanted[~padded].numpy(), rtol=1e-4, atol=1e-5)
 
 
+def test_indices_count_from_the_end_and_have_ends() -> None:
+    words = nn.Embedding(4, 2).eval()
+    table = words.weight.detach().numpy()
+    with loaded(words, torch.tensor([0, 3])) as exe:
+        for given in ([-1, -4], [3, 0]):
+            np.testing.assert_array_equal(exe(np.array(given)), table[[3, 0]])
+        for beyond in (4, -5):
+            with pytest.raises(nimblert.InputError, match=rf"idx={beyond} must be within the inclusive range \[-4,3\]"):
+                exe(np.array([0, beyond]))
+        np.testing.assert_array_equal(exe(np.array([1, 2])), table[1:3])
+
+
 def test_a_batch_of_nothing_does_not_end_the_process() -> None:
     """ONNX Runtime's LSTM does, so that no model is run there before a plan has refused it."""
     assert "LSTM: input 0 is empty" in python(EMPTY)
