@@ -89,6 +89,20 @@ def test_an_encoder_under_a_mask_of_padding(norm_first: bool) -> None:
     np.testing.assert_allclose(found[~padded.numpy()], wanted[~padded].numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_transformer_under_a_causal_mask(layers: int) -> None:
+    """Its encoder and decoder compare the mask with the causal one, if not told whether it is."""
+    torch.manual_seed(0)
+    model = nn.Transformer(8, 2, layers, layers, 16, batch_first=True).eval()
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    source, target = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    with loaded(model, source, target, src_mask=mask, tgt_mask=mask) as exe:
+        found = exe(source.numpy(), target.numpy(), mask.numpy(), mask.numpy())
+    with torch.no_grad():
+        wanted = model(source, target, src_mask=mask, tgt_mask=mask)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_indices_count_from_the_end_and_have_ends() -> None:
     words = nn.Embedding(4, 2).eval()
     table = words.weight.detach().numpy()

@@ -373,6 +373,8 @@ def test_what_cannot_be_a_step_is_a_sentence() -> None:
     reading = Reading(3, 2)
     with pytest.raises(TraceError, match=r"^training_step: line \d+ of .*: its result decides what runs next"):
         nimblec.training_step(reading, loss, torch.optim.SGD(reading.parameters(), 0.1), (x, y))
+    with pytest.raises(UnsupportedModelError, match="Adafactor reads numbers from tensors in its step, and a plan is"):
+        nimblec.training_step(model, loss, torch.optim.Adafactor(model.parameters()), (x, y))
     with pytest.raises(UnsupportedModelError, match="the optimizer updates a parameter that the model does not have"):
         nimblec.training_step(nn.Linear(3, 2), loss, sgd, (x, y))
     words = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Flatten())
@@ -547,6 +549,26 @@ def test_what_fails_in_float64_is_a_sentence() -> None:
         nimblec.training_step(
             model, lambda s, y: functional.cross_entropy(s, y.int()), sgd, (torch.randn(5, 3), torch.arange(5) % 4)
         )
+
+
+class Causal(nn.Module):
+    """A decoder, and an encoder before it, whose tokens see those before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True, dropout=0.0)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens (n x 5 x 8)."""
+        result: Tensor = self.transformer(x, x, src_mask=self.mask, tgt_mask=self.mask)
+        return result
+
+
+def test_a_transformer_trains_under_a_causal_mask() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    trains_as_pytorch_does(Causal(), functional.mse_loss, [x], y, rtol=1e-4)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 255])

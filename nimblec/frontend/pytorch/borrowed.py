@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.modules import transformer
 
 
 @contextmanager
@@ -21,10 +22,29 @@ def borrowed(model: Any) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _restored(model):
+        with _restored(model), masks_as_given():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Keep torch's encoder and decoder layers from reading a mask to see whether it is the causal one.
+
+    They would give attention that hint, and a plan cannot read values.
+    """
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = _as_told
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+
+
+def _as_told(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    del mask, size
+    return is_causal is True
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend.pytorch.borrowed import masks_as_given
 from nimblec.frontend.pytorch.fx_graph import SetSource, run_nodes
 from nimblec.frontend.pytorch.outputs import join_path
 from nimblec.frontend.pytorch.tensors import DTYPES, as_tensor, check_dense, stand_in
@@ -50,7 +51,8 @@ class TorchModel:
             leaves = pytree.tree_leaves((self.args, self.kwargs))
             result = run_nodes(self.module, leaves, set_source)
         else:
-            result = self.module(*self.args, **self.kwargs)
+            with masks_as_given():
+                result = self.module(*self.args, **self.kwargs)
         if self.nest is not None:
             return self.nest(result)
         return dict(zip(self.output_names, result, strict=True)) if self.output_names else result

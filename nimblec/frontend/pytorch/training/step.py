@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from nimblec.errors import TraceError, UnsupportedModelError, data_dependent, user_code, users_line
-from nimblec.frontend.pytorch.borrowed import attributes_kept
+from nimblec.frontend.pytorch.borrowed import attributes_kept, masks_as_given
 from nimblec.frontend.pytorch.export_errors import BY_VALUE
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.source_tracker import SourceNotes, SourceTracker, within
@@ -86,7 +86,7 @@ def trace(
     plainly, functions = _plain_operators() if exported else nullcontext(), OtherFunctions(exported=exported)
     refusing = user_code("training_step: the step cannot be traced")
     unchanged = attributes_kept(recipe.model)
-    with refusing, unchanged, _refusing_to_read_values(), plainly, functions, preserve_node_meta():
+    with refusing, unchanged, masks_as_given(), _refusing_to_read_values(), plainly, functions, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
         if str(node.target).startswith("profiler."):  # of Optimizer.step
@@ -285,7 +285,13 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
         optimizer.found_inf = takes.logical_not().float()  # type: ignore[attr-defined]
         written = []  # its kernels check found_inf, as with GradScaler
     with nullcontext() if is_captured else _compiling(), _only_if(takes, written):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except BY_VALUE as exc:
+            raise UnsupportedModelError(
+                f"training_step: {type(optimizer).__name__} reads numbers from tensors in its step, and a plan is "
+                "static: take another optimizer"
+            ) from exc
 
 
 @contextmanager
