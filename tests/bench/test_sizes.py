@@ -91,7 +91,7 @@ def test_a_size_that_is_refused_is_told(put: object, tmp_path: Path) -> None:
         executables = Sizes(network(axis=1), partial(saved, tmp_path), (2, 5), opened)
         row = executables.compared(4)
     assert row["served_by"] == 5
-    assert "'main' has programs for" in row["refused"]
+    assert row["refused"] == "input 'x': shape (2, 4, 6, 4), expected (rows, 3, 6, 4)"
 
 
 def test_sizes_are_called_between_profiles() -> None:

@@ -13,15 +13,13 @@ from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.sizes import Served, Sizes
-from nimblert.dimensions import Shapes, profile_text, shapes_of
+from nimblert.calls.unserved import why_unserved
+from nimblert.dimensions import Shapes, shapes_of
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
 """Takes an array of the caller on the GPU of this ordinal, -1 where it is not known."""
-
-_SHOWN = 8
-"""The most items that a message lists."""
 
 
 class Signature:
@@ -97,7 +95,7 @@ class Signature:
     def _serve(self, shapes: Shapes) -> Served:
         served = self._sizes.serve(shapes)
         if served is None:
-            raise InputError(self._no_program(shapes))
+            raise InputError(why_unserved(self.name, self.programs, shapes))
         return served
 
     def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
@@ -111,28 +109,14 @@ class Signature:
         if program is None:
             parts = self._serve(shapes).parts
             if len(parts) > 1:
-                raise InputError(f"{self._no_program(shapes)}; a call would be {len(parts)} runs of them")
+                why = why_unserved(self.name, self.programs, shapes)
+                raise InputError(f"{why}; a call would be {len(parts)} runs")
             program = parts[0].program
         return program, checked
 
     @cached_property
     def _sizes(self) -> Sizes:
         return Sizes(self.programs)
-
-    def _no_program(self, shapes: Shapes) -> str:
-        """Why no program takes inputs of these shapes."""
-        if len(self.programs) == 1:
-            given = zip(self._inputs.values(), shapes, strict=True)
-            tensor, shape = next((t, s) for t, s in given if t.shape != s)
-            return f"input {tensor.name!r}: shape {shape}, expected {tensor.shape}"
-        found = ", ".join(f"{name!r}: {shape}" for name, shape in zip(self._inputs, shapes, strict=True))
-        return f"inputs of the shapes {found}: {self.name!r} has programs for {self._listed()}"
-
-    def _listed(self) -> str:
-        """The profiles of the entry, for the end of a message."""
-        texts = [_described(program) for program in self.programs[:_SHOWN]]
-        more = len(self.programs) - len(texts)
-        return "; ".join(texts) + (f"; and {more} more" if more else "")
 
 
 class Entries(dict[str | None, Signature]):
@@ -177,11 +161,6 @@ class Entry:
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """As `Context.run`."""
         return self._run(arrays)
-
-
-def _described(program: Program) -> str:
-    shapes = ", ".join(f"{tensor.name!r}: {tensor.shape}" for tensor in program.inputs)
-    return f"{profile_text(program.profile)} ({shapes})" if program.profile else shapes
 
 
 def _wrong_names(expected: list[str], given: list[str]) -> str:
