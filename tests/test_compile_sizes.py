@@ -176,7 +176,7 @@ def test_run_and_bench_draw_any_size(nimblec: CommandLine, rows_plan: Path, rows
 
 def test_a_dimension_to_run_is_one_of_the_plans(nimblec: CommandLine, rows_plan: Path, tmp_path: Path) -> None:
     refused = nimblec.refused("run", rows_plan, "--dim", "rows=3")
-    assert refused == "--dim rows: 'main' has no dimension of that name; the names are ['batch']"
+    assert refused == "--dim rows: 'main' has no dimension of that name; the names are 'batch'"
     model, plan = rows_model(tmp_path / "m.onnx"), tmp_path / "m.plan"
     assert nimblec("compile", model, "--dim", "batch=2", "--target", "cpu", "-o", plan).status == 0
     refused = nimblec.refused("run", plan, "--dim", "batch=2")

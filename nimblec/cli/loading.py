@@ -76,7 +76,7 @@ def _check_dims(entry: Entry, dims: Sequence[tuple[str, int]]) -> None:
     sizes: dict[str, int] = {}
     for name, size in dims:
         if name not in known:
-            found = f"has no dimension of that name; the names are {known}"
+            found = f"has no dimension of that name; the names are {', '.join(map(repr, known))}"
             raise InputError(f"--dim {name}: {entry.name!r} {found if known else 'is for one size: leave --dim out'}")
         if sizes.setdefault(name, size) != size:
             raise InputError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")

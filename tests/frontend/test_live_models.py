@@ -325,6 +325,12 @@ def test_sizes_that_do_not_fit(
         sources.load(source, read_options(**given, **options))
 
 
+def test_a_static_program_takes_no_sizes(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2, 4),)), tmp_path / "model.pt2")
+    with pytest.raises(nimblec.CompileError, match=r"--dim batch: .*pt2 has no dynamic dimension: leave --dim out$"):
+        nimblec.compile(tmp_path / "model.pt2", target="cpu", dims={"batch": 3})
+
+
 def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.ExportedProgram, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     torch.export.save(dynamic, path)

@@ -209,6 +209,24 @@ def test_a_dimension_without_a_name_needs_a_spec(path: Path) -> None:
         model_shapes.fix_shapes(model, (), [("a b", 3)])
 
 
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((None, 4), ": give one this name, --input x:batch,4"),
+        (("?",), ": give one this name, --input x:batch,"),
+        ((3, None, None), ": give one this name, --input 'x:3,batch,<2>'"),
+        (None, ": give one this name, --input 'x:batch,<sizes>'"),
+        ((2, 4), ", and all have sizes: leave --dim out, or export the model with a dynamic dimension"),
+    ],
+)
+def test_a_name_for_a_model_without_names(path: Path, shape: tuple[int | str | None, ...] | None, way: str) -> None:
+    inputs = [floats("scale"), ("x", TensorProto.FLOAT, shape)]
+    write_model(path, [node("Mul", ["scale", "x"], ["y"])], inputs, [("y", TensorProto.FLOAT, shape)])
+    with pytest.raises(UnsupportedModelError) as caught:
+        model_shapes.fix_shapes(model_file.load(path), (), [("batch", 3)])
+    assert str(caught.value) == f"--dim batch: no dimension of the model's inputs has a name{way}"
+
+
 def test_dimensions_without_names_are_given_some(path: Path) -> None:
     inputs = [floats("x", "a b", None, 2), floats("z", "unk__7", 2), ("w", TensorProto.FLOAT, None)]
     write_model(path, [node("Relu", [i[0]], [f"{i[0]}_out"]) for i in inputs], inputs, [floats("x_out", None, None, 2)])

@@ -131,13 +131,34 @@ def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[st
     known = dict.fromkeys(d.dim_param for v in graph_inputs for d in v.type.tensor_type.shape.dim if d.dim_param)
     sizes: dict[str, int] = {}
     for name, size in dims:
+        if not known:
+            way = _way_to_name(graph_inputs, name)
+            raise UnsupportedModelError(f"--dim {name}: no dimension of the model's inputs has a name{way}")
         if name not in known:
-            names = ", ".join(repr(name) for name in known) or "none"
+            names = ", ".join(map(repr, known))
             raise UnsupportedModelError(f"--dim {name}: no input has a dimension of that name; the names are {names}")
         if name in sizes:
             raise UnsupportedModelError(f"--dim {name}: given twice, {sizes[name]} and {size}; give it once")
         sizes[name] = size
     return sizes
+
+
+def _way_to_name(graph_inputs: Sequence[ValueInfoProto], name: str) -> str:
+    """How to give a dimension of the inputs a name, where none has one."""
+    for value in graph_inputs:
+        if not value.type.tensor_type.HasField("shape"):
+            return f": give one this name, --input {quote(f'{value.name}:{name},<sizes>')}"
+        if dynamic := [axis for axis, dim in enumerate(value.type.tensor_type.shape.dim) if not is_static(dim)]:
+            sizes = {axis: _example_size(axis, "") for axis in dynamic}
+            return f": give one this name, {_naming(value, {**sizes, dynamic[0]: name})}"
+    return ", and all have sizes: leave --dim out, or export the model with a dynamic dimension"
+
+
+def _naming(value: ValueInfoProto, names: Mapping[int, str]) -> str:
+    """The option that gives axes of an input names."""
+    dims = value.type.tensor_type.shape.dim
+    shape = ",".join(names.get(axis, str(dim.dim_value)) for axis, dim in enumerate(dims)) + "," * (len(dims) == 1)
+    return f"--input {quote(f'{value.name}:{shape}')}"
 
 
 def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
@@ -183,9 +204,8 @@ def _dynamic_dimensions(value: ValueInfoProto) -> Iterator[str]:
         flags = f"{by_name} or {flags}"
     else:
         names = {axis: name or f"dim{axis}" for axis, name in dynamic}
-        named = ",".join(names.get(axis, str(dim.dim_value)) for axis, dim in dims) + "," * (len(dims) == 1)
         sizes = " ".join(f"--dim {quote(n)}={'<sizes>' if axis else '1..16'}" for axis, n in names.items())
-        flags += f", or for several sizes --input {quote(f'{value.name}:{named}')} {sizes}"
+        flags += f", or for several sizes {_naming(value, names)} {sizes}"
     yield f"input {value.name!r} has {kind} {listed}: give {flags}"
 
 

@@ -124,10 +124,12 @@ def _symbols(
     """The symbol of each dimension that the user can name; UnsupportedModelError for ``dims`` of other names."""
     symbols = {labels.get(symbol, symbol): symbol for d in declared for symbol, _ in d.symbols()}
     for dimension, _ in dims:
+        if not symbols:
+            raise UnsupportedModelError(f"--dim {dimension}: {name} has no dynamic dimension: leave --dim out")
         if dimension not in symbols:
             places = _open(declared, {})
-            names = ", ".join(f"{label!r} ({' and '.join(places[s])})" for label, s in symbols.items()) or "none"
-            whose = "" if labels or not symbols else ", since torch.export does not keep those of Dims"
+            names = ", ".join(f"{label!r} ({' and '.join(places[s])})" for label, s in symbols.items())
+            whose = "" if labels else ", since torch.export does not keep those of Dims"
             raise UnsupportedModelError(
                 f"--dim {dimension}: {name} has no dynamic dimension of that name; the names are {names}{whose}"
             )
