@@ -8,7 +8,12 @@ import sys
 from contextlib import chdir
 from pathlib import Path
 
-import pdoc
+try:
+    import pdoc
+except ModuleNotFoundError as exc:
+    if exc.name != "pdoc":
+        raise
+    sys.exit("docs/api.py: pdoc is not installed, and this needs it: pip install '.[docs]'")
 
 MODULES = (
     *("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*"),
@@ -25,4 +30,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -W error docs/api.py FOLDER")
     main(Path(sys.argv[1]).resolve())
