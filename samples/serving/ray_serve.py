@@ -8,6 +8,7 @@ answered.
 import argparse
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -118,8 +119,18 @@ class PlanServer:
 
 
 def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve.Application:
-    """Replicas of a plan, each with a GPU of its own, or one CPU for a CPU plan."""
-    needs = {"num_gpus": 1} if container.read(plan).target is Target.CUDA else {"num_cpus": 1}
+    """Replicas of a plan, each with a GPU of its own, or one CPU for a CPU plan.
+
+    Raises PlanError for a file that is no plan, InputError for several entries without a "main" and for no replicas.
+    """
+    if replicas < 1:
+        raise nimblert.InputError(f"--replicas {replicas}: expected 1 or more")
+    read = container.read(plan)
+    if len(read.entries) != 1 and "main" not in read.entries:
+        raise nimblert.InputError(
+            f"{plan}: has the entries {list(read.entries)}, only one is served: compile it alone, or name it 'main'"
+        )
+    needs = {"num_gpus": 1} if read.target is Target.CUDA else {"num_cpus": 1}
     deployment = serve.deployment(
         num_replicas=replicas,
         ray_actor_options=needs,
@@ -143,13 +154,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--metrics-port", type=int, default=8001, help="of Prometheus metrics")
     given = parser.parse_args(arguments)
+    name = given.name or given.plan.stem
+    try:
+        served = application(given.plan, name=name, replicas=given.replicas, wait_s=given.wait_ms / 1000)
+    except nimblert.NimbleError as exc:
+        sys.exit(str(exc))
     ray.init(include_dashboard=False, log_to_driver=False, _metrics_export_port=given.metrics_port)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())  # instead of Ray's handlers
     serve.start(http_options=HTTPOptions(host=given.host, port=given.port))
-    name = given.name or given.plan.stem
-    serve.run(application(given.plan, name=name, replicas=given.replicas, wait_s=given.wait_ms / 1000), name=name)
+    serve.run(served, name=name)
     where = f"http://{given.host}:{given.port}, metrics on port {given.metrics_port}"
     print(f"serving {name!r} on {where}, process {os.getpid()}", flush=True)
     ended.wait()

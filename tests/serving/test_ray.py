@@ -7,11 +7,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from serving import Shop, answered, command, infer, stocked
 from subprocesses import ROOT
+
+from nimblert.files import container
 
 URL = "http://127.0.0.1:8000/v2/models/digits"
 pytestmark = pytest.mark.timeout(400)
@@ -129,6 +132,31 @@ def test_what_was_accepted_is_answered_before_the_end(shop: Shop, server: subpro
     assert answered(URL)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("missing.plan", "missing.plan: no such file"),
+        ("samples/digit_7.npy", "samples/digit_7.npy: is not a plan file, it looks like a NumPy array"),
+        ("digits.plan --replicas 0", "--replicas 0: expected 1 or more"),
+        (
+            "entries.plan",
+            "entries.plan: has the entries ['one', 'two'], only one is served: compile it alone, or name it 'main'",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(shop: Shop, given: str, sentence: str) -> None:
+    with_entries(shop, "one", "two")
+    found = shop.run(f"! .ray/bin/python samples/serving/ray_serve.py {given} 2>&1")
+    assert found == f"{sentence}\n"
+
+
+def with_entries(shop: Shop, *names: str) -> None:
+    """Write entries.plan: the digits, whose first programs are entries of these names."""
+    plan = container.read(shop.folder / "digits.plan")
+    programs = tuple(replace(program, entry=name, fits=()) for program, name in zip(plan.programs, names, strict=False))
+    replace(plan, programs=programs).save(shop.folder / "entries.plan")
+
+
 NEEDS = """
 import sys
 sys.path.insert(0, "samples/serving")
@@ -160,8 +188,9 @@ except RuntimeError as exc:
 def test_a_replica_takes_a_gpu_where_the_plan_runs_on_one(shop: Shop) -> None:
     (shop.folder / "needs.py").write_text(NEEDS)
     block = ROOT / "tests" / "data" / "triton_block.plan"
-    cpu, cuda = shop.run(f".ray/bin/python needs.py digits.plan {block}").splitlines()
-    assert cpu == "2 {'num_cpus': 1}"
+    with_entries(shop, "main", "other")
+    cpu, entries, cuda = shop.run(f".ray/bin/python needs.py digits.plan entries.plan {block}").splitlines()
+    assert cpu == entries == "2 {'num_cpus': 1}"
     assert cuda.startswith("2 {'num_gpus': 1")
 
 
