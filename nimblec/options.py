@@ -120,6 +120,8 @@ def read_options(**given: Any) -> Options:
     inputs = read.pop("inputs", ())
     static = tuple(spec for spec in inputs if isinstance(spec, InputSpec))
     named = tuple(spec for spec in inputs if isinstance(spec, NamedInput))
+    if twice := next((spec.name for spec in static if spec.name in {other.name for other in named}), None):
+        raise ArgumentError(f"--input {twice}: given twice; give it once")
     dims = read.pop("dims", ())
     several = tuple((name, sizes) for name, sizes in dims if len(sizes) > 1)
     if twice := next((name for name, _ in several if [other for other, _ in dims].count(name) > 1), None):

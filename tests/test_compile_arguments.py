@@ -61,6 +61,7 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"inputs": ["image:nx3,4x"]}, "inputs: 'image:nx3,4x' is not NAME:SHAPE[:DTYPE]"),
         ({"inputs": {"image": (1, -3)}}, "inputs: -3, expected a size from 0 to"),
         ({"inputs": {"image": (2**63,)}}, "inputs: 9223372036854775808, expected a size from 0 to"),
+        ({"inputs": ["x:n,3", "x:2x3"]}, "--input x: given twice; give it once"),
         ({"dims": ["batch=4"]}, "dims: ['batch=4'], expected a dict by name"),
         ({"dims": {"batch": 4.0}}, "dims: 4.0, expected a size such as 4"),
         ({"dims": {3: 4}}, "dims: 3 is not a name: expected a string"),

@@ -245,6 +245,7 @@ def test_dimensions_without_names_are_given_some(path: Path) -> None:
         ("q", ("n",), r"^--input q: the model has no such input; its inputs are 'x', 'z'$"),
         ("x", ("n", 3), r"^--input x: 2 dimensions, the model's input has 4 \(\?x3x\?x8\)$"),
         ("x", ("batch", "n", "height", 8), r"^--input x: 'n' at axis 1, the model's input has 3 there"),
+        ("x", ("batch", 3, "height", 8, "None"), r"^--input x: 5 dimensions, the model's input has 4"),
         ("x", ("n", 3, "height", 8), r"^--input x: 'n' at axis 0, which the model calls 'batch': give 'batch' there"),
         ("x", ("batch", 3, 5, 8), r"^--input x: 5 at axis 2, .* 'height': give 'height' there, and its size by --dim$"),
     ],
@@ -254,6 +255,13 @@ def test_names_of_dimensions_that_do_not_fit(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         model_shapes.name_dimensions(image_model(path), [NamedInput(name=name, shape=shape)])
+
+
+@pytest.mark.parametrize("name", ["None", "unk__3", "null"])
+def test_a_placeholder_gives_no_name(path: Path, name: str) -> None:
+    write_model(path, [node("Relu", ["x"], ["y"])], [floats("x", None, 2)], [floats("y", None, 2)])
+    with pytest.raises(UnsupportedModelError, match=f"^--input x: '{name}' at axis 0 stands for no name: give another"):
+        model_shapes.name_dimensions(model_file.load(path), [NamedInput(name="x", shape=(name, 2))])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from subprocesses import python
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import nimblec
 import nimblert
@@ -540,6 +541,81 @@ def test_casts_are_to_float64_where_the_step_is_checked() -> None:
     torch.manual_seed(0)
     inputs = torch.randint(0, 256, (6, 3, 4), dtype=torch.uint8), torch.arange(6) % 5
     trains_as_pytorch_does(Bytes(), functional.cross_entropy, inputs, torch.arange(6) % 3, rtol=1e-5)
+
+
+class Rounding(torch.autograd.Function):
+    """A product in float32, whose backward pass casts as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """The product."""
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of both."""
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        return (gradient @ weight.float().T).to(x.dtype), (x.float().T @ gradient).to(weight.dtype)
+
+
+class Casting(nn.Module):
+    """Casts that work in float64 as they are, but not if they become casts to float64."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.weight, self.how = nn.Linear(4, 3), nn.Parameter(torch.eye(3)), how
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name != "forward"
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of rows of four numbers."""
+        scores: Tensor = self.linear(x)
+        if self.how == "checkpointed":
+            again: Tensor = checkpoint(lambda t: functional.gelu(t.float() * 2), scores, use_reentrant=False)
+            return again
+        if self.how == "a function":
+            product: Tensor = Rounding.apply(scores, self.weight)
+            return product
+        assert scores.float().dtype == torch.float32
+        return scores
+
+
+@pytest.mark.parametrize("how", ["checkpointed", "a function", "known"])
+def test_casts_that_the_check_leaves_as_they_are(how: str) -> None:
+    torch.manual_seed(0)
+    trains_as_pytorch_does(Casting(how), functional.cross_entropy, [torch.randn(5, 4)], torch.arange(5) % 3, rtol=1e-5)
+
+
+def test_batches_of_uint16() -> None:
+    torch.manual_seed(0)
+    model, y = nn.Linear(4, 3), torch.tensor([0, 1, 1, 2, 1], dtype=torch.uint16)
+    optimizer, batch = torch.optim.SGD(model.parameters()), (torch.ones(5, 4), y)
+    step = nimblec.training_step(model, lambda s, t: functional.cross_entropy(s, t.long()), optimizer, batch)
+    assert step["train"][1][1].equal(y)
+
+
+class Itself(nn.Linear):
+    """Is its own copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Itself":
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_models_that_cannot_be_copied_stay_as_they_are() -> None:
+    x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
+    itself = Itself(3, 2)
+    with pytest.raises(TraceError, match="a copy of the model, by its __deepcopy__, is the model itself"):
+        nimblec.training_step(itself, loss, torch.optim.SGD(itself.parameters(), 0.1), (x, y))
+    assert itself.weight.dtype == torch.float32
+    assert "forward" not in vars(itself)
+    scripted = torch.jit.trace(nn.Linear(3, 2), x)
+    with pytest.raises(ArgumentError, match="model: got TorchScript, expected the torch"):
+        nimblec.training_step(scripted, loss, torch.optim.SGD(scripted.parameters(), 0.1), (x, y))
 
 
 def test_what_fails_in_float64_is_a_sentence() -> None:

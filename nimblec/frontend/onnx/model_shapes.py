@@ -68,6 +68,10 @@ def name_dimensions(model: ModelProto, inputs: Sequence[NamedInput]) -> None:
                     f"{dim.dim_param!r} there, and its size by --dim"
                 )
             if isinstance(given, str):
+                if _PLACEHOLDER.fullmatch(given):
+                    raise UnsupportedModelError(
+                        f"--input {spec.name}: {given!r} at axis {axis} stands for no name: give another one"
+                    )
                 dim.dim_param = given
             else:
                 dim.dim_value = given

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import UnsupportedModelError, user_code
+from nimblec.errors import TraceError, UnsupportedModelError, user_code
 from nimblec.frontend.pytorch.training.random import Draws
 from nimblec.frontend.pytorch.training.state import (
     OFFSET,
@@ -45,8 +46,17 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
+    Code that fails there, as it casts to float32 or holds such tensors, has these in float64, too.
     """
-    recipe = _widened(recipe)
+    try:
+        return _checked(_in_float64(recipe), inputs, targets)
+    except TraceError:
+        with suppress(TraceError):
+            return _checked(_with_casts(_in_float64(recipe)), inputs, targets)
+        raise
+
+
+def _checked(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     batch = [wide(value) for value in (*inputs, *targets)]
     state = initial_state(recipe, draws=True)
     state = state.with_tensors([wide(value) for value in state.tensors()])
@@ -75,17 +85,24 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     return step
 
 
-def _widened(recipe: Recipe) -> Recipe:
+def _in_float64(recipe: Recipe) -> Recipe:
     """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     with user_code("training_step: model and optimizer cannot be copied"):
         model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))
+    if model is recipe.model:
+        raise TraceError("training_step: a copy of the model, by its __deepcopy__, is the model itself")
     model.double()
-    model.forward = widened(model.forward)
-    loss = widened(copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss)
+    loss = copy.deepcopy(recipe.loss).double() if isinstance(recipe.loss, nn.Module) else recipe.loss
     for kept in optimizer.state.values():
         kept |= {name: wide(value) for name, value in kept.items()}
     few = min(recipe.accumulate, _FEW)
     return replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
+
+
+def _with_casts(recipe: Recipe) -> Recipe:
+    """The same, and what model and loss cast to floats or read of them is in float64, too."""
+    recipe.model.__dict__["forward"] = widened(recipe.model.forward)
+    return replace(recipe, loss=widened(recipe.loss))
 
 
 def _kept_results(model: nn.Module) -> dict[int, Any]:

@@ -27,5 +27,6 @@ def without(batch: Sequence[Tensor], integers: Iterable[int]) -> tuple[Tensor, .
 def _without(tensor: Tensor, integers: Iterable[int]) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         return tensor
-    is_kept = torch.isin(tensor, torch.tensor([*integers], dtype=torch.int64, device=tensor.device), invert=True)
-    return torch.where(is_kept, tensor, tensor[is_kept][0]) if is_kept.any() else tensor
+    values = tensor.to(torch.int64)  # as few operators take uint16
+    is_kept = torch.isin(values, torch.tensor([*integers], dtype=torch.int64, device=tensor.device), invert=True)
+    return torch.where(is_kept, values, values[is_kept][0]).to(tensor.dtype) if is_kept.any() else tensor
