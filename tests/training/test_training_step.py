@@ -605,17 +605,13 @@ class Itself(nn.Linear):
         return self
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_models_that_cannot_be_copied_stay_as_they_are() -> None:
+def test_a_model_that_is_its_own_copy_stays_as_it_is() -> None:
     x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
     itself = Itself(3, 2)
     with pytest.raises(TraceError, match="a copy of the model, by its __deepcopy__, is the model itself"):
         nimblec.training_step(itself, loss, torch.optim.SGD(itself.parameters(), 0.1), (x, y))
     assert itself.weight.dtype == torch.float32
     assert "forward" not in vars(itself)
-    scripted = torch.jit.trace(nn.Linear(3, 2), x)
-    with pytest.raises(ArgumentError, match="model: got TorchScript, expected the torch"):
-        nimblec.training_step(scripted, loss, torch.optim.SGD(scripted.parameters(), 0.1), (x, y))
 
 
 def test_what_fails_in_float64_is_a_sentence() -> None:

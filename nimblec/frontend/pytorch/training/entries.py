@@ -147,8 +147,6 @@ def entries(
     _check_kind("model", model, nn.Module)
     _check_kind("optimizer", optimizer, Optimizer)
     _check_loss(loss)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ArgumentError("training_step: model: got TorchScript, expected the torch.nn.Module that it was made of")
     inputs, targets = _batch(example_batch)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(f"training_step: accumulate: {accumulate!r}, expected a whole number from 1")
