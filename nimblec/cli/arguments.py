@@ -38,7 +38,8 @@ class Spec(click.ParamType):
 
     name = "NAME:SHAPE[:DTYPE]"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> InputSpec | NamedInput:
         """Parse one value."""
         return _read(read_spec, value, param, ctx)

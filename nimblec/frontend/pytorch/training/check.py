@@ -49,10 +49,10 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
     Code that fails there, as it casts to float32 or holds such tensors, has these in float64, too.
     """
     try:
-        return _checked(_in_float64(recipe), inputs, targets)
+        return _checked(_double(recipe), inputs, targets)
     except TraceError:
         with suppress(TraceError):
-            return _checked(_with_casts(_in_float64(recipe)), inputs, targets)
+            return _checked(_with_casts(_double(recipe)), inputs, targets)
         raise
 
 
@@ -85,7 +85,7 @@ def _checked(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]
     return step
 
 
-def _in_float64(recipe: Recipe) -> Recipe:
+def _double(recipe: Recipe) -> Recipe:
     """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     with user_code("training_step: model and optimizer cannot be copied"):
         model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))

@@ -1,7 +1,6 @@
 """Integers of a batch that a step does not use, as the targets that a loss ignores."""
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor, fx
@@ -10,12 +9,10 @@ from torch import Tensor, fx
 def ignored(graph: fx.Graph) -> frozenset[int]:
     """The integers c that the graph puts another number in place of: where(x != c, x, other)."""
     found = set()
-    for node in filter(attrgetter("args"), graph.nodes):
-        kept = node.args[0]
-        if node.target is torch.ops.aten.where.self and kept.target is torch.ops.aten.ne.Scalar:
-            value, integer = kept.args
-            if value is node.args[1] and isinstance(integer, int):
-                found.add(integer)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.where.self):
+        kept, value, _ = node.args
+        if kept.target is torch.ops.aten.ne.Scalar and kept.args[0] is value and isinstance(kept.args[1], int):
+            found.add(kept.args[1])
     return frozenset(found)
 
 

@@ -42,7 +42,7 @@ from nimblec.frontend.pytorch.training.state import (
 from nimblec.graph.writes import may_be_written, writers
 from nimblec.places import LOSS, Phase, Place
 
-_HALVES = (torch.float16, torch.bfloat16)
+_HALF_NBYTES = 2
 
 _Gradients: TypeAlias = Mapping[str, Tensor | None]
 
@@ -309,7 +309,7 @@ def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
 def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
     """The optimizer over other tensors."""
     # PyTorch 2.13's fused SGD for the CPU leaves whole vectors of halves as they are.
-    is_fused = all(value.is_cuda or value.dtype not in _HALVES for value in parameters.values())
+    is_fused = all(value.is_cuda or value.itemsize > _HALF_NBYTES for value in parameters.values())
     settings = partial(_settings, itself=itself, is_fused=is_fused)
     made = copy.copy(recipe.optimizer)
     made.state = defaultdict(dict)
