@@ -145,19 +145,23 @@ class Exchange:
         It raises what the library raises.
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
-        address, read, unpack = ctypes.addressof(buffer), self._read, _RAW_TENSOR.unpack_from
-        known = 0, 0, 0
-        shape = strides = memoryview(b"")
+        address, read = ctypes.addressof(buffer), self._read
+        known, found = b"", (0, b"", b"", b"")
+        shape = strides = _bytes_at(0, 0)
 
         def raw(value: Any) -> Raw:
-            nonlocal known, shape, strides
+            nonlocal known, found, shape, strides
             read(value, address)
-            data, header, shape_at, strides_at, offset = unpack(buffer)
-            place = shape_at, strides_at, header[_RANK_AT]
-            if place != known:  # else the views are still over shape and strides
-                shape, strides = _view(shape_at, header[_RANK_AT]), _view(strides_at, header[_RANK_AT])
-                known = place
-            return data + offset, header, bytes(shape), bytes(strides)
+            now = buffer.raw
+            if now != known:
+                data, header, shape_at, strides_at, offset = _RAW_TENSOR.unpack(now)
+                known = b""  # in case of an exception in between
+                shape, strides = (_bytes_at(place, 8 * header[_RANK_AT]) for place in (shape_at, strides_at))
+                found = data + offset, header, shape.raw, strides.raw
+                known = now
+            elif shape.raw != found[2] or strides.raw != found[3]:  # changed in place
+                found = *found[:2], shape.raw, strides.raw
+            return found
 
         return raw
 
@@ -168,9 +172,9 @@ class Exchange:
         return lambda: read(value) == place
 
 
-def _view(address: int, count: int) -> memoryview:
-    """``count`` numbers at an address; none at address 0."""
-    return memoryview((ctypes.c_int64 * count).from_address(address) if address and count else b"").cast("B")
+def _bytes_at(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
+    """The bytes at an address, whose ``raw`` is a copy; none at address 0."""
+    return (ctypes.c_char * nbytes).from_address(address) if address else (ctypes.c_char * 0)()
 
 
 def exchange(value: Any) -> Exchange | None:

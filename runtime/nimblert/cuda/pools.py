@@ -18,54 +18,68 @@ from nimblert.plan import Tensor
 class _Pool:
     """Blocks by size: each an address, and an event where it may be shared.
 
-    The pool owns ``context``, and closes it with the last block, which may outlive the pool.
+    Taking a block and returning it take no lock, for they are part of every call: `list.pop` and `list.append` are
+    single steps. The pool owns ``context``, and closes it with the last block, which may outlive the pool.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._free: dict[int, list[tuple[Any, bool]]] = {}
-        self._out = 0
+        self._count = 0
+        """The number of blocks, free and in use."""
         self._lock = threading.RLock()  # a finalizer may run while this thread holds it
         self._closed = False
 
     def take(self, nbytes: int, stream: Handle, *, is_shared: bool) -> "Lent":
         """A block of ``nbytes``, for work on ``stream``; ``is_shared`` where nobody waits for that."""
-        with self._lock:
-            self._out += 1
-            free = self._free.get(nbytes)
-            block, was_shared = free.pop() if free else (None, False)
-        if block is None:
-            block = self._made(nbytes)
-        address, event = block
-        lent = Lent(self, block, nbytes, address, is_shared=was_shared)  # until the wait below is enqueued
+        try:
+            block, was_shared = self._free[nbytes].pop()
+        except (KeyError, IndexError):
+            return Lent(self, self._made(nbytes), nbytes, is_shared)
+        lent = Lent(self, block, nbytes, was_shared)  # until the wait below is enqueued
         if was_shared:
-            call("cuStreamWaitEvent", stream, event, 0)
+            call("cuStreamWaitEvent", stream, block[1], 0)
         lent.is_shared = is_shared
         return lent
 
     def _made(self, nbytes: int) -> Any:
-        """A new block, in use from now on."""
+        """A new block."""
+        with self._lock:
+            self._count += 1
         try:
             return self._new(nbytes)
         except BaseException:
-            self._returned()
+            self._gone()
             raise
 
-    def give_back(self, block: Any, nbytes: int, *, is_shared: bool) -> None:
+    def give_back(self, block: Any, nbytes: int, is_shared: bool) -> None:
         """Return a block, for reuse; see `Lent` for ``is_shared``."""
-        with self._lock:
-            if not self._closed and (not is_shared or self._is_idle_after(block)):
-                self._free.setdefault(nbytes, []).append((block, is_shared))
-                self._out -= 1
-                return
-        self._context.make_current()
-        self._release(block)
-        self._returned()
+        if is_shared and not self._is_idle_after(block):
+            self._context.make_current()
+            self._release(block)
+            self._gone()
+        else:
+            self._free.setdefault(nbytes, []).append((block, is_shared))
+        if self._closed:
+            self._drain()
 
-    def _returned(self) -> None:
+    def _drain(self) -> None:
+        """Free the blocks that are not in use."""
+        self._context.make_current()
+        for blocks in list(self._free.values()):
+            while blocks:
+                try:
+                    block, _ = blocks.pop()
+                except IndexError:  # another thread has it
+                    break
+                self._release(block)
+                self._gone()
+
+    def _gone(self) -> None:
+        """Count a block that was freed; with the last one the context is closed, once."""
         with self._lock:
-            self._out -= 1
-            last = self._closed and not self._out
+            self._count -= 1
+            last = self._closed and not self._count
         if last:
             self._context.close()
 
@@ -73,14 +87,9 @@ class _Pool:
         """Free the blocks that are not in use; the others are freed when they are returned."""
         with self._lock:
             self._closed = True
-            free, self._free = self._free, {}
-            last = not self._out
-        self._context.make_current()
-        for blocks in free.values():
-            for block, _ in blocks:
-                self._release(block)
-        if last:
-            self._context.close()
+            self._count += 1  # as if a block of this method were in use
+        self._drain()
+        self._gone()
 
     def _is_idle_after(self, block: Any) -> bool:
         """Whether a shared block may be reused, by work that waits for everything enqueued on the GPU so far."""
@@ -102,13 +111,13 @@ class Lent:
     __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address", "is_shared")
     __array_interface__: dict[str, Any]
 
-    def __init__(self, pool: _Pool, block: Any, nbytes: int, address: int, *, is_shared: bool) -> None:
-        self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, address
+    def __init__(self, pool: _Pool, block: Any, nbytes: int, is_shared: bool) -> None:
+        self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, block[0]
         self.is_shared = is_shared
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else the process frees it
-            self._pool.give_back(self._block, self._nbytes, is_shared=self.is_shared)
+            self._pool.give_back(self._block, self._nbytes, self.is_shared)
 
 
 @dataclass(frozen=True, slots=True)
