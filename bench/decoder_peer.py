@@ -171,10 +171,15 @@ def of_plan(plan: Plan) -> Figures:
         "state_nbytes": plan.state_nbytes,
         "arena_nbytes": program.arena_nbytes,
         "weights_nbytes": plan.weights_nbytes,
-        "uses": dict(Counter(how for uses in state_uses(plan) for how in uses.values())),
+        "uses": dict(Counter(how for uses in _model_uses(plan) for how in uses.values())),
         "readers": dict(Counter(name for name, accesses in _touched(program, "reads") if _state(accesses))),
         "writers": dict(Counter(name for name, accesses in _touched(program, "writes") if _state(accesses))),
     }
+
+
+def _model_uses(plan: Plan) -> Iterator[dict[str, str]]:
+    """The uses of each tensor of the state but kernels' scratch memory."""
+    return (uses for tensor, uses in zip(plan.state, state_uses(plan), strict=True) if tensor.name)
 
 
 def _touched(program: Program, how: str) -> Iterator[tuple[str, tuple[Access, ...]]]:

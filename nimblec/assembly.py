@@ -61,7 +61,7 @@ def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight,
     for entry, tensors in contents:
         taken = {tensor.name for tensor in found.values()}
         for tensor in tensors:
-            name = f"{entry}.{tensor.name}" if tensor.name in taken else tensor.name
+            name = f"{entry}.{tensor.name}" if tensor.name and tensor.name in taken else tensor.name
             found.setdefault(tensor.offset, replace(tensor, name=name))
     return tuple(found[offset] for offset in sorted(found))
 

@@ -46,7 +46,7 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         for programs in _sized(plan):
             fits = _Trial(executable, programs).common_fits()
             found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
-            keeps = any(map(writes_state, programs))
+            keeps = any(writes_state(plan, program) for program in programs)
             notes += (f"{name}: {_OF_STATE if keeps else _MEANING[fit]}" for name, fit in fits.items())
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
@@ -118,7 +118,7 @@ class _Trial:
     def _fits(self, program: Program) -> dict[str, Fit]:
         """The calls that one program can serve, according to its runs, by dimension."""
         sizes = dict(program.profile)
-        if writes_state(program):
+        if writes_state(self._executable.plan, program):
             return dict.fromkeys(sizes, Fit.EXACT)
         found = {name: self._fit(program, name) for name in sizes}
         padded: dict[str, int] = {}

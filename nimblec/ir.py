@@ -9,9 +9,6 @@ from typing import TypeAlias
 
 from nimblert.plan import Dim3, Kernel, Module, Profile, ScheduleRecord
 
-LIBRARY_MEMORY = "memory of a library"
-"""The prefix of names of state that is not the model's: a library keeps it on the GPU between its calls."""
-
 
 class BufferKind(enum.Enum):
     """The purpose of a buffer, which determines its region in the plan."""
@@ -30,6 +27,7 @@ class Buffer:
 
     ``data`` holds the (initial) contents of a constant or state buffer, None elsewhere. ``dtype``
     and ``shape`` only describe it. Contents of a workspace do not outlive the op that uses it.
+    A state without a name is scratch memory of kernels, which a run leaves as it found it.
     Constants and states of several graphs that have the same ``storage`` lie in the same memory; 0: shared with
     no other graph. A constant that ``is_replaceable`` has a unique name, and is stored apart from others of equal
     contents.

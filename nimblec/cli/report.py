@@ -252,10 +252,14 @@ def _weights(facts: Json) -> Table:
 def _state(facts: Json) -> Table:
     made = table("State", "name", "type", "bytes", "a run", right=("bytes",))
     rows = [
-        (row["name"], shape_text(row["dtype"], row["shape"]), f"{row['nbytes']:,}", _uses(row["uses"]))
+        (_state_name(row), shape_text(row["dtype"], row["shape"]), f"{row['nbytes']:,}", _uses(row["uses"]))
         for row in facts["state"]
     ]
     return capped(made, rows)
+
+
+def _state_name(row: Json) -> str:
+    return str(row["name"]) or "(scratch memory of kernels)"
 
 
 def _uses(uses: dict[str, str]) -> str:

@@ -1,8 +1,12 @@
-"""State in a graph of pure calls: an argument is its value before a run, an output its value after it."""
+"""State in a graph of pure calls: an argument is its value before a run, an output its value after it.
 
+Scratch memory of a kernel is none: a constant that the kernel writes, and leaves as it was.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,22 @@ def set_slot(argument: fx.Node, slot: StateSlot) -> None:
     argument.meta[_KEY] = slot
 
 
+def set_scratch(constant: fx.Node) -> None:
+    """Mark a constant as scratch memory."""
+    constant.meta[_SCRATCH] = True
+
+
+def scratch(module: nn.Module) -> Iterator[Tensor]:
+    """The scratch memory of the graphs in a module."""
+    for graph_module in module.modules():
+        if isinstance(graph_module, fx.GraphModule):
+            for node in graph_module.graph.nodes:
+                if node.op == "get_attr" and _SCRATCH in node.meta:
+                    yield graph_module.get_buffer(node.target)
+
+
 _KEY = "state"
+_SCRATCH = "scratch"
 WRITES_STATE = "writes_state"
 """The key in a node's ``meta`` that marks a call which will write over the value that it changes. All readers of that
 value come before it, and must stay there."""

@@ -319,7 +319,8 @@ class Plan:
     """A compiled model, made by ``producer`` and the libraries in ``versions``.
 
     ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and ``state`` are in ascending
-    order of offset. All programs share them, and an arena.
+    order of offset. All programs share them, and an arena. State without a name is scratch memory of kernels, which a
+    run leaves as it found it.
 
     ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
     stored there unchanged, and from the others the commands compute weights of the plan.

@@ -1,5 +1,6 @@
 """Triton convolutions and products in a graph: what is fused, that the values stay, and how a tiling is chosen."""
 
+import copy
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.graph.rewriter import Rewriter, argument
+from nimblec.graph.state import scratch
 from nimblec.kernels.core.gpu import SM_90
 from nimblec.kernels.core.selector import FRAMEWORK
 from nimblec.kernels.depthwise.op import depthwise
@@ -248,6 +251,15 @@ def test_what_is_fused_and_its_values(name: str) -> None:
     for expected, result in zip(run(module, x), run(own, x), strict=True):
         torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
         assert result.stride() == expected.stride()
+
+
+def test_counters_are_scratch_memory() -> None:
+    module, _ = _graph("residual, transposed, and gelu")
+    own = rewritten(module, lambda m: use_triton_kernels(m, _tiling))
+    (counted,) = scratch(copy.deepcopy(own))
+    assert counted.dtype == torch.int32
+    (call,) = [node for node in own.graph.nodes if node.target in OWN]
+    assert counted.equal(Rewriter(own).value(argument(call, 4)))
 
 
 def test_nothing_changes_where_the_framework_is_chosen() -> None:

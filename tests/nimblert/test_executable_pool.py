@@ -14,10 +14,12 @@ from copying import copying, drawn, on_host
 from host_driver import HostDriver
 from plans import cpu_plan
 
+import nimblert
 from nimblec.refit.programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, ExecutablePool, InputError, load_pool
 from nimblert.executable import Executable
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
+from nimblert.pool import keeps_state
 
 pytest_plugins = ("gpu_memory",)
 
@@ -51,6 +53,15 @@ def counting() -> Plan:
     state = Weight(name="last", dtype="float32", shape=SHAPE, offset=0, data=memoryview(bytes(NBYTES)))
     return replace(
         plan, state=(state,), state_nbytes=NBYTES, programs=(replace(program, commands=commands, arena_nbytes=0),)
+    )
+
+
+def with_scratch() -> Plan:
+    """A run copies x through memory that a kernel keeps for itself."""
+    plan = counting()
+    (program,), (state,) = plan.programs, plan.state
+    return replace(
+        plan, state=(replace(state, name=""),), programs=(replace(program, commands=program.commands[::-1]),)
     )
 
 
@@ -203,7 +214,17 @@ def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], A
         assert not any(context(x).any() for context in contexts)
 
 
-@on_host
+def test_scratch_memory_of_kernels_is_no_state(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    assert keeps_state(counting())
+    assert not keeps_state(with_scratch())
+    with load_pool(with_scratch(), devices=[0]) as pool:
+        for seed in range(3):
+            assert np.array_equal(pool.run({"x": drawn(seed, SHAPE)})["y"], drawn(seed, SHAPE))
+    with nimblert.load(with_scratch()) as executable:
+        assert not executable.state
+
+
 def test_contexts_are_spread(host: HostDriver) -> None:
     del host
     with load_pool(counting()) as pool:

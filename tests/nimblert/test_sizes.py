@@ -225,6 +225,14 @@ def test_fits_that_the_shapes_contradict_are_refused() -> None:
             ),
             "fits: 'rows' is SPLIT, and the program writes the state",
         ),
+        (  # scratch memory of kernels
+            replace(
+                of_programs(plan, commands=lambda p: (*p.commands, state)),
+                state_nbytes=64,
+                state=(plans.weight("", (0.0,) * 16, 0),),
+            ),
+            None,
+        ),
     ):
         found = list(verify.problems(changed))
         assert (found == []) if sentence is None else any(sentence in problem for problem in found), found

@@ -11,6 +11,7 @@ import training_steps
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
+import nimblec
 import nimblert
 from nimblec.inspect.layers import by_layer
 
@@ -110,6 +111,17 @@ def test_steps_stay_as_near_to_those_of_float64_as_eagers(gpu_compiler: "GpuComp
         if error > 8 * eagers + OF_CHANGE[name] * change + 1e-7:
             wrong[key] = (error, eagers, change)
     assert not wrong
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_pytorch_goes_on_from_a_plan(gpu_compiler: "GpuCompiler", level: int) -> None:
+    eager = Eager("sgd", torch.float32)
+    with nimblert.load(gpu_compiler.plan("training_steps:sgd", level=level), poison=True) as exe:
+        for seed in range(3):
+            run(exe, seed)
+        nimblec.load_state(eager.model, exe.state, eager.optimizer)
+        for seed in range(3, 6):
+            assert np.allclose(run(exe, seed), eager.step(seed), rtol=1e-4)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,7 +8,7 @@ from nimblec.cuda.recording.capture import ByteRange
 from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.errors import UnsupportedModelError
-from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
+from nimblec.ir import Access, Buffer, BufferKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +16,8 @@ class Content:
     """The contents, before a run, of an allocation that outlives it: a weight, an input, a state.
 
     ``dtype`` and ``shape`` describe ``data``. ``is_input`` marks the memory of a model input, ``mutated`` memory that a
-    run was seen to change, ``is_state`` state that counts as such even if no run changes it; ``storage`` is that of
-    `nimblec.ir.Buffer`.
+    run was seen to change, ``is_state`` state that counts as such even if no run changes it, ``is_scratch`` scratch
+    memory of a kernel; ``storage`` is that of `nimblec.ir.Buffer`.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Content:
     is_input: bool = False
     mutated: bool = False
     is_state: bool = False
+    is_scratch: bool = False
     storage: int = 0
 
 
@@ -142,7 +143,7 @@ class BufferTable:
         return Buffer(
             kind=BufferKind.STATE if written or content.is_state else BufferKind.CONSTANT,
             nbytes=content.data.nbytes,
-            name=content.name,
+            name="" if content.is_scratch else content.name,
             dtype=content.dtype,
             shape=content.shape,
             data=content.data,
@@ -151,8 +152,7 @@ class BufferTable:
 
     def _foreign_buffer(self, allocation: Allocation) -> Buffer:
         data = self._foreign.content(allocation.index)
-        name = f"{LIBRARY_MEMORY} {allocation.index}"
-        return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, name=name, shape=(data.nbytes,), data=data)
+        return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, shape=(data.nbytes,), data=data)
 
     def _temporary_kind(self, allocation: Allocation) -> BufferKind:
         if allocation in self._outputs:

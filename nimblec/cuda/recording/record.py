@@ -40,7 +40,7 @@ from nimblec.frontend.pytorch.model import TorchModel, uncompiled
 from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
-from nimblec.frontend.pytorch.state import generator_of, settable_storages
+from nimblec.frontend.pytorch.state import generator_of, scratch_storages, settable_storages
 from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor, sample_range
 from nimblec.ir import Graph, TensorView
 from nimblert.cuda.driver import call
@@ -211,8 +211,9 @@ class ModelRecorder:
             raise GeneratorError("two captures have torch's generator in different allocations")
         moved = {*kept_by_recordings(), *(r.storage.data_ptr() for r in self._residents)}
         earlier, foreign = EarlierMemory(self._allocator.zones, moved, self._elsewhere), ForeignMemory()
-        state = settable_storages(self._model.module)
-        buffers = BufferTable(first_zone, earlier, foreign, contents(self._residents, state))
+        module = self._model.module
+        held = contents(self._residents, settable_storages(module), scratch_storages(module))
+        buffers = BufferTable(first_zone, earlier, foreign, held)
         code = CodeIndex(self._code)
         graph = build_graph(
             first,

@@ -144,8 +144,13 @@ def note_mutations(zone: Zone, residents: Iterable[Resident]) -> None:
         resident.mutated = not torch.equal(now, resident.pristine)
 
 
-def contents(residents: Iterable[Resident], state: Collection[int]) -> dict[Allocation, Content]:
-    """The contents of a zone's first allocations, after `move_into`; the storages ``state`` are state."""
+def contents(
+    residents: Iterable[Resident], state: Collection[int], scratch: Collection[int]
+) -> dict[Allocation, Content]:
+    """The contents of a zone's first allocations, after `move_into`.
+
+    The storages ``state`` are state, the storages ``scratch`` scratch memory of kernels.
+    """
     return {
         Allocation(index): Content(
             name=r.name,
@@ -155,6 +160,7 @@ def contents(residents: Iterable[Resident], state: Collection[int]) -> dict[Allo
             is_input=r.is_input,
             mutated=r.mutated,
             is_state=r.storage._cdata in state,
+            is_scratch=r.storage._cdata in scratch,
             storage=r.storage._cdata,
         )
         for index, r in enumerate(residents)

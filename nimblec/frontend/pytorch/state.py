@@ -11,6 +11,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.generator import StepGenerator
 from nimblec.frontend.pytorch.model import ModelCall, state_written
+from nimblec.graph.state import scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,12 @@ def settable_storages(module: Any) -> frozenset[int]:
     """Identifiers of the storages that are state even in a graph that only reads them."""
     names = module.settable if isinstance(module, Writing) else ()
     return frozenset(storages(module)[name] for name in names)
+
+
+def scratch_storages(module: Any) -> frozenset[int]:
+    """Identifiers of the storages of kernels' scratch memory; none for a function."""
+    held = scratch(module) if isinstance(module, torch.nn.Module) else ()
+    return frozenset(tensor.untyped_storage()._cdata for tensor in held)
 
 
 def refuse_autocast(name: str, module: Any, why: str) -> None:

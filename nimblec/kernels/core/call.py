@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from nimblec.graph.rewriter import Rewriter, fake
+from nimblec.graph.state import set_scratch
 from nimblec.graph.views import as_stored
 from nimblec.kernels.core.compiling import Job
 from nimblec.kernels.core.launch import launch_of
@@ -80,7 +81,10 @@ class Call:
 
         def value(leaf: Leaf) -> fx.Node:
             if isinstance(leaf, Made):
-                return rewriter.constant(leaf.value, at=at)
+                constant = rewriter.constant(leaf.value, at=at)
+                if leaf.role == "counters":
+                    set_scratch(constant)
+                return constant
             if isinstance(leaf, AsStored):
                 return as_stored(rewriter, leaf.node, list(leaf.shape), at=at)
             return leaf

@@ -34,7 +34,7 @@ def problems(plan: Plan) -> Iterator[str]:
             yield f"{path}.inputs: have the shapes of programs[{same}], which is of the same entry"
     for programs in of_entries.values():
         if len({_signature(program) for program in programs.values()}) == 1:
-            yield from _fit_problems(programs)
+            yield from _fit_problems(plan, programs)
 
 
 def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _signature(program: Program) -> tuple[object, ...]:
     return (*sides, frozenset(name for name, _ in program.profile))
 
 
-def _fit_problems(programs: Mapping[int, Program]) -> Iterator[str]:
+def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
     """Yield a sentence for each fit that the shapes of an entry contradict; ``programs`` are by index in the plan.
 
     They must agree in their tensors and in the names of their profiles.
@@ -75,5 +75,5 @@ def _fit_problems(programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
             elif fit is Fit.SPLIT and name not in everywhere:
                 yield f"{path}: {name!r} is SPLIT, and an output has no axis of it"
-            elif writes_state(program):
+            elif writes_state(plan, program):
                 yield f"{path}: {name!r} is {fit.name}, and the program writes the state"

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 from nimblert.ordering.pieces import reads, writes
-from nimblert.plan import Access, Plan, Program, Region
+from nimblert.plan import Access, Plan, Program, Region, Weight
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -15,14 +15,11 @@ def problems(plan: Plan) -> Iterator[str]:
     for i, tensor in enumerate(plan.state):
         if not tensor.name.isprintable():
             yield f"state[{i}].name: {tensor.name!r} is not printable"
-    starts = [tensor.offset for tensor in plan.state]
-    ends = [tensor.offset + tensor.data.nbytes for tensor in plan.state]
     for i, program in enumerate(plan.programs):
         for j, access in _accesses(program):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes
-            first = bisect_right(starts, start) - 1
             in_region = start >= 0 and end <= plan.state_nbytes  # else that is said elsewhere
-            if in_region and (first < 0 or end > ends[first]):
+            if in_region and _tensor(plan, access) is None:
                 where = f"programs[{i}].commands[{j}]"
                 yield f"{where}: {access.nbytes} bytes at {start} of STATE lie in no one tensor of it"
 
@@ -35,8 +32,20 @@ def _accesses(program: Program) -> Iterator[tuple[int, Access]]:
                 yield index, access
 
 
-def writes_state(program: Program) -> bool:
-    """Whether a run changes the state: padding must not get into what later runs read."""
-    return any(tensor.pointer.region is Region.STATE for tensor in program.inputs) or any(
-        access.pointer.region is Region.STATE for _, command in program.work for access in writes(command)
-    )
+def _tensor(plan: Plan, access: Access) -> Weight | None:
+    """The tensor of the state that an access lies in, if it lies in one."""
+    start = access.pointer.offset
+    index = bisect_right(plan.state, start, key=lambda tensor: tensor.offset) - 1
+    if index < 0:
+        return None
+    tensor = plan.state[index]
+    return tensor if start + access.nbytes <= tensor.offset + tensor.data.nbytes else None
+
+
+def writes_state(plan: Plan, program: Program) -> bool:
+    """Whether a run of a program changes what later runs read: state that has a name."""
+    if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
+        return True
+    written = (access for _, command in program.work for access in writes(command))
+    found = (_tensor(plan, access) for access in written if access.pointer.region is Region.STATE and access.nbytes > 0)
+    return any(tensor is None or tensor.name for tensor in found)
