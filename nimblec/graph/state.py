@@ -42,12 +42,12 @@ def scratch(module: nn.Module) -> Iterator[Tensor]:
     for graph_module in module.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.nodes:
-                if node.op == "get_attr" and _SCRATCH in node.meta:
+                if node.op == "get_attr" and node.meta.get(_SCRATCH):
                     yield graph_module.get_buffer(node.target)
 
 
 _KEY = "state"
-_SCRATCH = "scratch"
+_SCRATCH = "nimblec.scratch"
 WRITES_STATE = "writes_state"
 """The key in a node's ``meta`` that marks a call which will write over the value that it changes. All readers of that
 value come before it, and must stay there."""

@@ -8,7 +8,7 @@ import pytest
 
 import nimblert
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content, Place
-from nimblec.ir import BufferKind
+from nimblec.ir import LIBRARY_MEMORY, BufferKind
 from nimblert import golden
 from nimblert.pool import keeps_state
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_compile import GpuCompiler
 
 
-def test_only_state_of_the_model_has_a_name() -> None:
+def test_what_kernels_of_ours_count_in_has_no_name() -> None:
     zone = SimpleNamespace(addresses=[0x100, 0x200], sizes=[16, 16])
     library = SimpleNamespace(content=lambda _: memoryview(bytes(32)), addresses=[0x900], sizes=[32])
     one = {"dtype": "int32", "shape": (4,), "data": memoryview(bytes(16))}
@@ -28,7 +28,7 @@ def test_only_state_of_the_model_has_a_name() -> None:
     numbers = [table.number(allocation) for allocation in (*contents, Allocation(0, Place.FOREIGN))]
     buffers = table.buffers(numbers)
     assert {buffer.kind for buffer in buffers} == {BufferKind.STATE}
-    assert [(buffer.name, buffer.nbytes) for buffer in buffers] == [("cache", 16), ("", 16), ("", 32)]
+    assert [buffer.name for buffer in buffers] == ["cache", "", f"{LIBRARY_MEMORY} 0"]
 
 
 @pytest.mark.gpu

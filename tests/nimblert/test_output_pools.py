@@ -1,9 +1,12 @@
 """Memory for outputs: blocks that threads take and give back at the same time, while their pool is closed."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUresult
 from host_driver import HostDriver
 
 from nimblert.cuda import driver
@@ -54,3 +57,44 @@ def test_a_block_outlives_its_pool(host: HostDriver) -> None:
     assert len(host.allocated) == before + 1
     del kept
     assert len(host.allocated) == before
+
+
+class Closing(list[Any]):
+    """Free blocks of a pool that is closed as soon as one is given back."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def append(self, block: Any) -> None:
+        """Close the pool at once, as another thread may."""
+        super().append(block)
+        self.pool.close()
+
+
+def test_the_context_lives_as_long_as_it_is_used(host: HostDriver) -> None:
+    """Where the pool is closed while its last block is given back, and where the event of that cannot be recorded."""
+    for event in (True, False):
+        pools = Pools(0)
+        pools.host.close()
+        pools.device._free[64] = Closing(pools.device)
+        kept = pools.device.take(64, 0, is_shared=not event)
+        if not event:
+            pools.device.close()
+            host.failing["cuCtxRecordEvent"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+        del kept
+        assert not host.references[0]
+        assert not host.allocated
+
+
+def test_closing_meets_threads_that_give_back(host: HostDriver) -> None:
+    for _ in range(100):
+        pools = Pools(0)
+        pools.host.close()
+        held = [[pools.device.take(64, 0, is_shared=False) for _ in range(2)] for _ in range(3)]
+        with ThreadPoolExecutor(4) as threads:
+            ended = [threads.submit(end) for end in (*(lent.clear for lent in held), pools.device.close)]
+        for each in ended:
+            each.result()
+        assert not host.references[0]
+        assert not host.allocated

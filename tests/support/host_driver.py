@@ -7,6 +7,7 @@ used again, so that reading it by mistake shows.
 import ctypes
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,6 +88,9 @@ class HostDriver:
         """The status that functions of these names return."""
         self.broken = False
         """Whether every call is refused, as after a kernel that failed."""
+        self.references: Counter[int] = Counter()
+        """Of the primary context of each device."""
+        self._counting = threading.Lock()
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
         self._on_device: dict[int, int] = {}
@@ -145,12 +149,19 @@ class HostDriver:
         return 13000
 
     def _cuDevicePrimaryCtxRetain(self, device: int) -> Any:
+        with self._counting:
+            self.references[device] += 1
         return real.CUcontext(_FIRST_CONTEXT + device)
 
-    def _cuDevicePrimaryCtxRelease(self, device: int) -> None: ...
+    def _cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        with self._counting:
+            self.references[device] -= 1
 
-    def _cuCtxSetCurrent(self, context: Any) -> None:
+    def _cuCtxSetCurrent(self, context: Any) -> Any:
+        if not self.references[int(context) - _FIRST_CONTEXT]:
+            return (real.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
         self._thread.context = int(context)
+        return None
 
     def _cuCtxGetCurrent(self) -> int:
         return int(getattr(self._thread, "context", _FIRST_CONTEXT))

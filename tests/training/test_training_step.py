@@ -292,13 +292,14 @@ def test_what_pytorch_goes_on_with_is_where_its_optimizer_wants_it(trained: Exec
     trained(*(tensor.numpy() for tensor in batch(0)), entry="train")
     model = network().double()
     optimizer = OPTIMIZERS["SGD"](model)
-    nimblec.load_state(model, trained.state, optimizer)
+    state = {**trained.state, "memory of a library 0": np.zeros(4, np.uint8)}
+    nimblec.load_state(model, state, optimizer)
     found = [slot for slots in optimizer.state.values() for slot in slots.values()]
     assert found
     assert {tensor.dtype for tensor in found} == {torch.float64}
     others = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     with pytest.raises(ArgumentError, match=r"'optimizer\.0\..*': the optimizer has no such parameter"):
-        nimblec.load_state(model, trained.state, others)
+        nimblec.load_state(model, state, others)
 
 
 class Added(nn.Module):

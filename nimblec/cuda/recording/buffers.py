@@ -8,7 +8,7 @@ from nimblec.cuda.recording.capture import ByteRange
 from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.foreign import ForeignMemory
 from nimblec.errors import UnsupportedModelError
-from nimblec.ir import Access, Buffer, BufferKind
+from nimblec.ir import LIBRARY_MEMORY, Access, Buffer, BufferKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,8 @@ class BufferTable:
 
     def _foreign_buffer(self, allocation: Allocation) -> Buffer:
         data = self._foreign.content(allocation.index)
-        return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, shape=(data.nbytes,), data=data)
+        name = f"{LIBRARY_MEMORY} {allocation.index}"
+        return Buffer(kind=BufferKind.STATE, nbytes=data.nbytes, name=name, shape=(data.nbytes,), data=data)
 
     def _temporary_kind(self, allocation: Allocation) -> BufferKind:
         if allocation in self._outputs:

@@ -16,7 +16,7 @@ class HostMemoryError(UnsupportedModelError):
 class ForeignMemory:
     """The allocations seen so far: ``addresses`` and ``sizes`` in order of first use.
 
-    Their meaning is unknown, so a plan keeps their contents, as state without a name.
+    Their meaning is unknown, so a plan keeps their contents as state.
     """
 
     def __init__(self) -> None:

@@ -55,9 +55,7 @@ class _Pool:
     def give_back(self, block: Any, nbytes: int, is_shared: bool) -> None:
         """Return a block, for reuse; see `Lent` for ``is_shared``."""
         if is_shared and not self._is_idle_after(block):
-            self._context.make_current()
-            self._release(block)
-            self._gone()
+            self._end(block)
         else:
             self._free.setdefault(nbytes, []).append((block, is_shared))
         if self._closed:
@@ -65,15 +63,19 @@ class _Pool:
 
     def _drain(self) -> None:
         """Free the blocks that are not in use."""
-        self._context.make_current()
         for blocks in list(self._free.values()):
             while blocks:
                 try:
                     block, _ = blocks.pop()
                 except IndexError:  # another thread has it
                     break
-                self._release(block)
-                self._gone()
+                self._end(block)
+
+    def _end(self, block: Any) -> None:
+        """Free a block that nobody else has: until it is counted as gone, the context lives."""
+        self._context.make_current()
+        self._release(block)
+        self._gone()
 
     def _gone(self) -> None:
         """Count a block that was freed; with the last one the context is closed, once."""
@@ -156,7 +158,7 @@ class DevicePool(_Pool):
     """Device memory. A released block may still be used by work of the caller, which its next use waits for."""
 
     def _is_idle_after(self, block: Any) -> bool:
-        (status,) = driver.bindings().cuCtxRecordEvent(self._context.handle, block[1])
+        status, *_ = driver.bindings().cuCtxRecordEvent(self._context.handle, block[1])
         return bool(status == 0)  # else it is freed, and that waits for the GPU
 
     def _new(self, nbytes: int) -> tuple[int, Handle]:

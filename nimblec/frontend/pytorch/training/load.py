@@ -25,6 +25,7 @@ from nimblec.frontend.pytorch.training.state import (
     named_tensors,
     rate_names,
 )
+from nimblec.ir import LIBRARY_MEMORY
 
 _OWN = frozenset({CALLS, SEED, OFFSET, SCALE, TRACKER})
 _LIKE = "give one like that of the step"
@@ -43,7 +44,7 @@ def load_state(
             f"load_state: state: got {type(state).__name__}, expected arrays by name, as a plan's state is: exe.state, "
             "or what safetensors loads"
         )
-    values = {name: _tensor(name, value) for name, value in state.items()}
+    values = {name: _tensor(name, value) for name, value in state.items() if not name.startswith(LIBRARY_MEMORY)}
     tensors = {f"{MODEL}.{name}": tensor for name, tensor in named_tensors(model).items()}
     sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}
     _refuse_another(values, {**tensors, **sums})
