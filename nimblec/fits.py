@@ -46,8 +46,7 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         for programs in _sized(plan):
             fits = _Trial(executable, programs).common_fits()
             found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
-            keeps = any(writes_state(plan, program) for program in programs)
-            notes += (f"{name}: {_OF_STATE if keeps else _MEANING[fit]}" for name, fit in fits.items())
+            notes += (f"{name}: {_note(plan, programs, fit)}" for name, fit in fits.items())
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
 
@@ -85,14 +84,23 @@ def differences(plan: Plan) -> Iterator[str]:
                         yield f"program {program.name!r}: {name} is {claimed.name}, and runs show {common[name].name}"
 
 
+def _note(plan: Plan, programs: Sequence[Program], fit: Fit) -> str:
+    """What calls of other sizes get, and where they get nothing, why and what may help."""
+    if any(writes_state(plan, program) for program in programs):
+        return "calls of other sizes than the plan's are refused, since a run writes the state"
+    if fit is not Fit.EXACT:
+        return _MEANING[fit]
+    integers = [t.name for t in programs[0].inputs if t.sample_range is None and numpy_dtype(t.dtype).kind in "iu"]
+    drawn = f" where {integers[0]!r} is drawn from 0 and 1: --example gives its range" if integers else ""
+    return f"calls of other sizes than the plan's are refused, since padding changes the results{drawn}"
+
+
 def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
     """The programs of each entry for several sizes."""
     return (programs for programs in plan.entries.values() if programs[0].profile)
 
 
-_OF_STATE = "calls of other sizes than the plan's are refused, since a run writes the state"
 _MEANING = {
-    Fit.EXACT: "calls of other sizes than the plan's are refused, since padding changes the results",
     Fit.PADDED: "calls of sizes between are padded",
     Fit.SPLIT: "calls of sizes between are padded, larger ones split",
 }
@@ -166,6 +174,10 @@ class _Trial:
         merged = [self._merged(program, base, rest, {}, stops) for rest in rests]
         if not self._same_box(program, merged, {}, stops):
             return False
+        if not all(
+            self._is_same(program, low, ({**high, **masks}, filled), {}, stops) for low, high in self._extremes(program)
+        ):
+            return False
         return self._bears(program, base, filled, {}, stops)
 
     def _is_alone_at_end(self, program: Program, name: str) -> bool:
@@ -173,12 +185,44 @@ class _Trial:
         starts = {name: dict(program.profile)[name] - 1}
         base = self._drawn(program, _SEED)
         merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
-        return self._same_box(program, merged, starts, {}) and self._bears(program, base, base, starts, {})
+        if not self._same_box(program, merged, starts, {}):
+            return False
+        if not all(self._is_same(program, low, (high, low), starts, {}) for low, high in self._extremes(program)):
+            return False
+        return self._bears(program, base, base, starts, {})
 
     def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
         """Whether runs on all of these give equal and finite outputs in the box."""
         first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
         return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
+
+    def _is_same(
+        self, program: Program, base: Arrays, rests: Sequence[Arrays], starts: Sizes, stops: Sizes
+    ) -> bool:
+        """Whether outputs in the box of this base are the same in each of the ``rests``, or not finite in one."""
+        merged = [self._merged(program, base, rest, starts, stops) for rest in rests]
+        first, *others = (self._run(program, arrays, starts, stops) for arrays in merged)
+        if not all(map(_is_finite, first)):
+            return True  # such a base shows nothing
+        return all(_same(program, first, other) for other in others)
+
+    def _extremes(self, program: Program) -> Iterator[tuple[Arrays, Arrays]]:
+        """Inputs whose integers and bools are all as small as they come, and as large; and the other way round.
+
+        A maximum or minimum over all of them shows there, which random ones reach anywhere.
+        """
+        drawn = self._drawn(program, _SEED)
+        ranges = {
+            tensor.name: tensor.sample_range or (0, 1)
+            for tensor in program.inputs
+            if numpy_dtype(tensor.dtype).kind in "biu" and tensor.name not in self._masks
+        }
+        if ranges:
+            ends = [
+                {**drawn, **{name: np.full_like(drawn[name], ends[i]) for name, ends in ranges.items()}} for i in (0, 1)
+            ]
+            yield ends[0], ends[1]
+            yield ends[1], ends[0]
 
     def _bears(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> bool:
         """Whether integers of any size in the ``rest`` leave the outputs unchanged.

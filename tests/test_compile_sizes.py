@@ -27,8 +27,9 @@ import nimblec
 import nimblert
 from nimblec import compile as compile_model
 from nimblec.errors import ArgumentError, CompileError
+from nimblec.fits import find_fits
 from nimblec.options import read_options, read_sizes
-from nimblert.plan import Fit
+from nimblert.plan import Fit, Program
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,31 @@ def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, se
     shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
     with pytest.raises(CompileError, match=sentence):
         nimblec.compile(module, (torch.ones(rows, 4),), target="cpu", dims={"batch": "1..64"}, dynamic_shapes=shapes)
+
+
+class _OfAll(nn.Module):
+    """Each row less what all rows of integers, or bools, have in common."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Of any number of rows."""
+        return x - (ids.any().float() if ids.dtype == torch.bool else ids.max())
+
+
+@pytest.mark.parametrize("ids", [torch.arange(8).reshape(2, 4), torch.ones(2, 4, dtype=torch.bool)])
+def test_a_maximum_of_all_rows_is_seen_and_told(ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    given = torch.rand(2, 4), ids
+    batch = {0: torch.export.Dim("batch")}
+    with caplog.at_level("INFO"):
+        plan = nimblec.compile(_OfAll(), given, target="cpu", dims={"batch": (1, 2)}, dynamic_shapes=(batch, batch))
+    refused = "batch: calls of other sizes than the plan's are refused, since padding changes the results"
+    assert refused in caplog.text
+    bare = replace(plan, programs=tuple(_without_ranges(program) for program in plan.programs))
+    why = "" if ids.dtype == torch.bool else " where 'ids' is drawn from 0 and 1: --example gives its range"
+    assert find_fits(bare)[1] == (refused + why,)
+
+
+def _without_ranges(program: Program) -> Program:
+    return replace(program, inputs=tuple(replace(tensor, sample_range=None) for tensor in program.inputs))
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
