@@ -86,13 +86,14 @@ def differences(plan: Plan) -> Iterator[str]:
 
 def _note(plan: Plan, programs: Sequence[Program], fit: Fit) -> str:
     """What calls of other sizes get, and where they get nothing, why and what may help."""
+    refused = "calls of other sizes than the plan's are refused, since"
     if any(writes_state(plan, program) for program in programs):
-        return "calls of other sizes than the plan's are refused, since a run writes the state"
+        return f"{refused} a run writes the state"
     if fit is not Fit.EXACT:
         return _MEANING[fit]
     integers = [t.name for t in programs[0].inputs if t.sample_range is None and numpy_dtype(t.dtype).kind in "iu"]
     drawn = f" where {integers[0]!r} is drawn from 0 and 1: --example gives its range" if integers else ""
-    return f"calls of other sizes than the plan's are refused, since padding changes the results{drawn}"
+    return f"{refused} padding changes the results{drawn}"
 
 
 def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
@@ -174,9 +175,7 @@ class _Trial:
         merged = [self._merged(program, base, rest, {}, stops) for rest in rests]
         if not self._same_box(program, merged, {}, stops):
             return False
-        if not all(
-            self._is_same(program, low, ({**high, **masks}, filled), {}, stops) for low, high in self._extremes(program)
-        ):
+        if not self._same_between_ends(program, filled, {}, stops):
             return False
         return self._bears(program, base, filled, {}, stops)
 
@@ -187,7 +186,7 @@ class _Trial:
         merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
         if not self._same_box(program, merged, starts, {}):
             return False
-        if not all(self._is_same(program, low, (high, low), starts, {}) for low, high in self._extremes(program)):
+        if not self._same_between_ends(program, base, starts, {}):
             return False
         return self._bears(program, base, base, starts, {})
 
@@ -196,33 +195,32 @@ class _Trial:
         first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
         return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
 
-    def _is_same(
-        self, program: Program, base: Arrays, rests: Sequence[Arrays], starts: Sizes, stops: Sizes
-    ) -> bool:
-        """Whether outputs in the box of this base are the same in each of the ``rests``, or not finite in one."""
-        merged = [self._merged(program, base, rest, starts, stops) for rest in rests]
-        first, *others = (self._run(program, arrays, starts, stops) for arrays in merged)
-        if not all(map(_is_finite, first)):
-            return True  # such a base shows nothing
-        return all(_same(program, first, other) for other in others)
+    def _same_between_ends(self, program: Program, rest: Arrays, starts: Sizes, stops: Sizes) -> bool:
+        """Whether a box of the smallest integers and bools has the same outputs in these, the largest and ``rest``.
 
-    def _extremes(self, program: Program) -> Iterator[tuple[Arrays, Arrays]]:
-        """Inputs whose integers and bools are all as small as they come, and as large; and the other way round.
-
-        A maximum or minimum over all of them shows there, which random ones reach anywhere.
+        So must a box of the largest. A maximum or minimum over all of them shows there, which random ones reach
+        anywhere. Outputs that are not finite show nothing.
         """
+        masks, ends = {name: rest[name] for name in self._masks}, self._ends(program)
+        rests = (rest, *({**end, **masks} for end in ends))
+        for box in ends:
+            given = (self._merged(program, box, other, starts, stops) for other in rests)
+            first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
+            if all(map(_is_finite, first)) and not all(_same(program, first, other) for other in others):
+                return False
+        return True
+
+    def _ends(self, program: Program) -> list[Arrays]:
+        """Inputs whose integers and bools are all as small as they come, and as large; none where there are no such."""
         drawn = self._drawn(program, _SEED)
         ranges = {
             tensor.name: tensor.sample_range or (0, 1)
             for tensor in program.inputs
             if numpy_dtype(tensor.dtype).kind in "biu" and tensor.name not in self._masks
         }
-        if ranges:
-            ends = [
-                {**drawn, **{name: np.full_like(drawn[name], ends[i]) for name, ends in ranges.items()}} for i in (0, 1)
-            ]
-            yield ends[0], ends[1]
-            yield ends[1], ends[0]
+        if not ranges:
+            return []
+        return [drawn | {name: np.full_like(drawn[name], ends[i]) for name, ends in ranges.items()} for i in (0, 1)]
 
     def _bears(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> bool:
         """Whether integers of any size in the ``rest`` leave the outputs unchanged.

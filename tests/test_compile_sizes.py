@@ -1,6 +1,7 @@
 """Plans for several sizes of named dimensions, from the compiler to a run."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,17 +380,31 @@ def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, se
 class _OfAll(nn.Module):
     """Each row less what all rows of integers, or bools, have in common."""
 
+    def __init__(self, common: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.common = common
+
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """Of any number of rows."""
-        return x - (ids.any().float() if ids.dtype == torch.bool else ids.max())
+        return x - self.common(ids).float()
 
 
-@pytest.mark.parametrize("ids", [torch.arange(8).reshape(2, 4), torch.ones(2, 4, dtype=torch.bool)])
-def test_a_maximum_of_all_rows_is_seen_and_told(ids: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+_INTEGERS, _BOOLS = torch.arange(8).reshape(2, 4), torch.ones(2, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("common", "ids"),
+    [(torch.max, _INTEGERS), (torch.min, _INTEGERS), (torch.any, _BOOLS), (torch.all, _BOOLS)],
+)
+def test_what_all_rows_have_in_common_is_seen_and_told(
+    common: Callable[[Tensor], Tensor], ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     given = torch.rand(2, 4), ids
     batch = {0: torch.export.Dim("batch")}
     with caplog.at_level("INFO"):
-        plan = nimblec.compile(_OfAll(), given, target="cpu", dims={"batch": (1, 2)}, dynamic_shapes=(batch, batch))
+        plan = nimblec.compile(
+            _OfAll(common), given, target="cpu", dims={"batch": (1, 2)}, dynamic_shapes=(batch, batch)
+        )
     refused = "batch: calls of other sizes than the plan's are refused, since padding changes the results"
     assert refused in caplog.text
     bare = replace(plan, programs=tuple(_without_ranges(program) for program in plan.programs))
