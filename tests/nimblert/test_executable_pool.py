@@ -225,6 +225,7 @@ def test_scratch_memory_of_kernels_is_no_state(put: Callable[[np.ndarray], Any])
         assert not executable.state
 
 
+@on_host
 def test_contexts_are_spread(host: HostDriver) -> None:
     del host
     with load_pool(counting()) as pool:
