@@ -185,6 +185,77 @@ def test_threads_and_tasks_get_their_own_answers(pool: ProcessPool) -> None:
     assert all(same(found, {"y": rows(n)["x"], "z": rows(n)["w"]}) for n, found in enumerate(asyncio.run(every()), 1))
 
 
+def test_large_arrays_are_copied_beside_small_calls() -> None:
+    plan = bare(copying("large", "float32", (400_000,)), copying("small", "float32", (4,)))
+
+    def arrays(seed: int, entry: str) -> dict[str, np.ndarray]:
+        count = 400_000 if entry == "large" else 4
+        return {"x": np.arange(seed, seed + count, dtype=np.float32)}
+
+    with pool_of(plan) as pool:
+
+        def calls(thread: int) -> None:
+            entry = "small" if thread % 2 else "large"
+            for step in range(20):
+                given = arrays(thread + 8 * step, entry)
+                assert same(pool.run(given, entry=entry), {"y": given["x"]})
+
+        at_once(8, calls)
+        with stopped(pool), ThreadPoolExecutor(4) as threads:
+            lost = [threads.submit(pool.run, arrays(0, "large"), entry="large") for _ in range(4)]
+            until(lambda: len(pool._dispatcher._unanswered) == 4)
+            for pid in pids(pool):
+                os.kill(pid, signal.SIGKILL)
+            assert all("was ended by SIGKILL during this call" in str(call.exception(20)) for call in lost)
+
+
+def test_a_cancelled_task_leaves_its_call_and_a_closed_loop_its_answer() -> None:
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(pool.arun(rows(2)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with pool_of(sized(2, 4), 1) as pool:
+        with stopped(pool):
+            asyncio.run(cancelled())
+            assert pool._all[0].in_flight == 1
+        until(lambda: pool._all[0].in_flight == 0)
+        assert same(asyncio.run(pool.arun(rows(2))), {"y": rows(2)["x"], "z": rows(2)["w"]})
+        with pytest.raises(InputError, match="missing"):
+            asyncio.run(pool.arun({"x": rows(2)["x"]}))
+
+
+def test_an_interrupted_call_writes_no_output_later(tmp_path: Path) -> None:
+    code = """
+y = np.zeros(4, np.float32)
+for process in pool._all:
+    os.kill(process._popen.pid, signal.SIGSTOP)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    pool.run({"x": x}, out={"y": y})
+except KeyboardInterrupt:
+    print("interrupted")
+for process in pool._all:
+    os.kill(process._popen.pid, signal.SIGCONT)
+assert np.array_equal(pool(x), expected)
+pool.close()
+print(y.any())
+"""
+    with child(bent_sum(tmp_path), code) as process:
+        out, err = process.communicate(timeout=30)
+    assert (out.splitlines()[1:], err) == (["interrupted", "False"], "")
+
+
+def test_a_process_that_ends_between_calls_is_out_of_service_at_once() -> None:
+    with pool_of(sized(2, 4)) as pool:
+        os.kill(pids(pool)[1], signal.SIGKILL)
+        until(lambda: len(pool.devices) == 1)
+        until(lambda: not Path(f"/proc/{pids(pool)[1]}").exists())
+        assert same(pool.run(rows(2)), {"y": rows(2)["x"], "z": rows(2)["w"]})
+
+
 def test_a_call_takes_the_process_with_the_fewest_in_flight(pool: ProcessPool) -> None:
     with ThreadPoolExecutor(8) as threads:
         with stopped(pool):
@@ -192,7 +263,7 @@ def test_a_call_takes_the_process_with_the_fewest_in_flight(pool: ProcessPool) -
             until(lambda: sum(process.in_flight for process in pool._all) == 3)
             assert sorted(process.in_flight for process in pool._all) == [1, 2]
             calls += [threads.submit(pool.run, rows(2)) for _ in range(5)]
-            until(lambda: len(pool._slots._waiting) == 4)
+            until(lambda: len(pool._dispatcher.waiting) == 4)
             assert [process.in_flight for process in pool._all] == [2, 2]
         assert all(np.array_equal(call.result(20)["y"], rows(2)["x"]) for call in calls)
 
@@ -242,7 +313,7 @@ def test_calls_of_a_lost_process_end_and_those_that_wait_for_it_do_too() -> None
     with pool_of(cpu_plan(), 1) as pool, ThreadPoolExecutor(5) as threads:
         with stopped(pool):
             calls = [threads.submit(pool.run, numbers()) for _ in range(5)]
-            until(lambda: len(pool._slots._waiting) == 3)
+            until(lambda: len(pool._dispatcher.waiting) == 3)
             os.kill(pids(pool)[0], signal.SIGKILL)
             texts = sorted(str(call.exception(20)) for call in calls)
         assert texts[:2] == ["device 0: its process was ended by SIGKILL during this call: load the plan again"] * 2
@@ -363,7 +434,7 @@ for count in range(20):
 end = time.monotonic() + 10
 while any(process.in_flight for process in pool._all) and time.monotonic() < end:
     time.sleep(0.01)  # until the slots of the interrupted calls are free
-print(sum(process.in_flight for process in pool._all), len(pool._slots._waiting))
+print(sum(process.in_flight for process in pool._all), len(pool._dispatcher.waiting))
 pool.close()
 """
 
@@ -380,9 +451,9 @@ def test_closing_waits_for_calls_and_refuses_those_that_wait_for_a_slot() -> Non
     with ThreadPoolExecutor(6) as threads:
         with stopped(pool):
             calls = [threads.submit(pool.run, rows(2)) for _ in range(4)]
-            until(lambda: len(pool._slots._waiting) == 2)
+            until(lambda: len(pool._dispatcher.waiting) == 2)
             closing = threads.submit(pool.close)
-            until(lambda: pool._slots._closed)
+            until(lambda: pool._dispatcher.is_closed)
             assert not closing.done()
         closing.result(20)
         ends = [call.exception(20) for call in calls]

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,6 @@ LONGEST_NBYTES = 1 << 17
 
 DONE = b"\0"
 """The answer to a call whose outputs are in memory. Any other is an error."""
-
-PING = Struct("<cq")
-"""A message that is sent back as it is: b"p" and a number. No call's message has this length."""
 
 READY = b"\2"
 """What a process says once it has loaded the plan."""
@@ -54,15 +50,16 @@ class Channel:
 
     def __init__(self, socket: socket.socket) -> None:
         self.socket = socket
-        self._file = socket.fileno()
+        self.file = socket.fileno()
+        """Its number; -1 once this end is closed."""
         self._buffer = memoryview(bytearray(LONGEST_NBYTES))
 
     def send(self, message: bytes) -> bool:
         """Send a message after the last one was read; False where the other process has ended."""
-        if _send(self._file, message, len(message), _FLAGS) == len(message):
+        if _send(self.file, message, len(message), _FLAGS) == len(message):
             return True
         number = ctypes.get_errno()
-        if self._file < 0 or number in _GONE:
+        if self.file < 0 or number in _GONE:
             return False
         raise OSError(number, os.strerror(number))
 
@@ -73,7 +70,7 @@ class Channel:
         except ConnectionResetError:  # it ended with a message unread
             return b""
         except OSError:
-            if self._file < 0:  # a signal handler has closed the pool
+            if self.file < 0:  # a signal handler has closed the pool
                 return b""
             raise
 
@@ -84,7 +81,7 @@ class Channel:
 
     def end(self) -> None:
         """Close this end, and so tell the other process that this one has ended."""
-        self._file = -1
+        self.file = -1
         self.socket.close()
 
 

@@ -22,7 +22,7 @@ _NUMBER, _SIZE = Struct("<H"), Struct("<q")
 class Layout:
     """Both processes have the plan, so that the entry's number and the shapes of the inputs tell everything."""
 
-    __slots__ = ("entry", "inputs", "message", "output_tensors", "outputs", "places")
+    __slots__ = ("entry", "inputs", "inputs_nbytes", "message", "output_tensors", "outputs", "outputs_nbytes", "places")
 
     def __init__(self, number: int, signature: Signature, shapes: Shapes) -> None:
         """Raises InputError for ``shapes`` that no program of the entry serves."""
@@ -32,6 +32,8 @@ class Layout:
         end = self.inputs[-1].end if self.inputs else 0
         self.outputs = _placed(self.output_tensors, [tensor.shape for tensor in self.output_tensors], end)
         self.places = [*self.inputs, *self.outputs]
+        self.inputs_nbytes = end
+        self.outputs_nbytes = self.outputs[-1].end - end if self.outputs else 0
         sizes = [size for shape in shapes for size in shape]
         self.message = _NUMBER.pack(number) + b"".join(map(_SIZE.pack, sizes))
 

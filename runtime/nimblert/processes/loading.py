@@ -53,8 +53,10 @@ def load(
         }
         with _file(plan, image) as (given["plan"], files):
             processes = _started(found, contexts, given, (weights.file, *files), skip=devices is None)
+        stack.callback(end, processes)
+        pool = ProcessPool(selected, layouts, processes, weights)
         stack.pop_all()
-    return ProcessPool(selected, layouts, processes, weights)
+    return pool
 
 
 @contextmanager

@@ -5,12 +5,15 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Never
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
 from nimblert import interpreter
 from nimblert.calls import refitting
+from nimblert.calls.entries import Signature
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.refitting import NewWeights
 from nimblert.errors import CudaError, DeviceLostError, InputError, NimbleError
@@ -18,9 +21,12 @@ from nimblert.plan import Plan, listed
 from nimblert.pool import Pool
 from nimblert.processes import weights as new_weights
 from nimblert.processes.channel import Memory
+from nimblert.processes.dispatcher import Call, Dispatcher
 from nimblert.processes.layout import Layout, Layouts
 from nimblert.processes.process import Process, end, ended_by
-from nimblert.processes.slots import Slots
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class ProcessPool(Pool):
@@ -35,11 +41,11 @@ class ProcessPool(Pool):
         """``processes`` have loaded the plan, and end with the pool; see `nimblert.load_pool`."""
         super().__init__(plan)
         self._process = os.getpid()
-        self._slots = Slots(processes)
+        self._dispatcher = Dispatcher(processes)
         self._layouts = layouts
         self._all = tuple(processes)
         self._weights = weights
-        self._end = weakref.finalize(self, _ended, self._all, weights, self._process)
+        self._end = weakref.finalize(self, _ended, self._dispatcher, self._all, weights, self._process)
         self._end.atexit = False  # `hold` comes first
         interpreter.live.add(self)
 
@@ -50,7 +56,7 @@ class ProcessPool(Pool):
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices that calls go to: those in service."""
-        return tuple(process.device for process in self._slots.processes)
+        return tuple(process.device for process in self._dispatcher.processes)
 
     def __call__(
         self, *args: Any, entry: str | None = None, **kwargs: Any
@@ -67,43 +73,45 @@ class ProcessPool(Pool):
 
         Raises InputError, CudaError; DeviceLostError where the device's process ended during the call, or none is left.
         """
-        self._check_process()
-        signature = self._signatures[entry]
-        given = signature.plain(arrays) or signature.check(arrays, _refused)
-        layout = self._layouts.of(signature, tuple([array.shape for array in given]))
+        layout, given = self._laid_out(self._signatures[entry], arrays)
         if out is not None and not isinstance(out, Mapping):
             raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
         taken = checked_out(layout.output_tensors, out, _refused) if out else {}
-        results = None
-        while results is None:
-            results = self._called(layout, given, taken)
-        return {place.name: {**results, **out}[place.name] for place in layout.outputs} if out else results
-
-    def _called(
-        self, layout: Layout, given: Sequence[Any], out: Mapping[str, Any]
-    ) -> dict[str, np.ndarray] | None:
-        """The outputs of a call that are not in ``out``; None where the process had ended before it."""
-        lease = self._slots.take()
+        done = threading.Lock()
+        done.acquire()
+        call = Call(layout, given, done.release)
+        self._dispatcher.submit(call)
         try:
-            slot = lease.slot
-            assert slot is not None
-            begun = slot.begin(layout, given)
-            results = slot.finish(layout, out) if begun else None
-            if results is None:
-                self._slots.lose(slot.process)
-        finally:
-            self._slots.give(lease)
-        if results is None:
-            slot.process.how()
-            if begun:
-                then = "later calls go to the other devices" if self._slots.processes else "load the plan again"
-                how = f"{slot.process.how()} during this call"
-                raise DeviceLostError(f"device {slot.process.device}: {how}: {then}")
-        return results
+            done.acquire()
+        except BaseException:  # a signal handler's
+            call.is_dropped = True
+            raise
+        results = call.outcome()
+        for name, array in taken.items():
+            array[...] = results[name]
+        return {name: (out or {}).get(name, result) for name, result in results.items()}
+
+    async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
+        """As `run`, without blocking the event loop; a call is completed even if its task is cancelled."""
+        import asyncio  # the caller's event loop has imported it
+
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        layout, given = self._laid_out(self._signatures[entry], arrays)
+        call = Call(layout, given, partial(_tell, loop, done))
+        self._dispatcher.submit(call)
+        await done
+        return call.outcome()
+
+    def _laid_out(self, signature: Signature, arrays: Mapping[str, Any]) -> tuple[Layout, Sequence[Any]]:
+        """The layout of a call, and its inputs in order. Raises InputError."""
+        self._check_process()
+        given = signature.plain(arrays) or signature.check(arrays, _refused)
+        return self._layouts.of(signature, tuple([array.shape for array in given])), given
 
     def _lose(self, process: Process) -> None:
         """Give a process no more calls; it ends if it has not."""
-        self._slots.lose(process)
+        self._dispatcher.lose(process)
         process.how()
 
     def context(self) -> Never:
@@ -118,23 +126,22 @@ class ProcessPool(Pool):
         out of service, and the others change. Raises InputError, CudaError, DeviceLostError.
         """
         self._check_process()
-        self._slots.refuse_within()
         refits = refitting.checked(self.plan, weights, _refused)
         with ThreadPoolExecutor(1) as thread:  # Ctrl-C does not end it half way
-            thread.submit(self._refit, refits, threading.get_ident()).result()
+            thread.submit(self._refit, refits).result()
 
-    def _refit(self, refits: Sequence[refitting.Refit], caller: int) -> None:
-        with self._slots.alone(caller):
+    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
+        with self._dispatcher.alone():
             try:
                 message = new_weights.write(self.plan, refits, self._weights)
                 self._replace(message)
             finally:
                 self._weights.clear()
-        self._slots.check()
+        self._dispatcher.check()
 
     def _replace(self, message: bytes) -> None:
         """Tell all processes to prepare, then to change; or not to, where one cannot."""
-        ready, failed = self._answers(self._slots.processes, message, new_weights.PREPARED)
+        ready, failed = self._answers(self._dispatcher.processes, message, new_weights.PREPARED)
         if failed:
             self._answers(ready, new_weights.ABORT, new_weights.KEPT)
             raise failed[0][1]
@@ -171,17 +178,17 @@ class ProcessPool(Pool):
         Does nothing in a forked process.
         """
         if os.getpid() == self._process:
-            self._slots.close()
+            self._dispatcher.close()
             self._finish()
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, let none begin, and end the processes: the interpreter is shutting down."""
         if os.getpid() == self._process:
-            self._slots.hold(timeout_s)
+            self._dispatcher.hold(timeout_s)
             self._finish()
 
     def _finish(self) -> None:
-        _ended(self._all, self._weights, self._process)  # also where another thread does, or was interrupted
+        _ended(self._dispatcher, self._all, self._weights, self._process)  # even if another thread does, or did half
         self._end.detach()
 
     def holdings(self) -> tuple[object, ...]:
@@ -201,9 +208,23 @@ def _refused(value: Any, ordinal: int) -> Never:
     )
 
 
-def _ended(processes: Sequence[Process], weights: Memory, owner: int) -> None:
-    """End the processes of a pool, but not in a forked process."""
-    if os.getpid() == owner:
-        end(processes)
-        weights.close()
+def _tell(loop: "asyncio.AbstractEventLoop", done: "asyncio.Future[None]") -> None:
+    """Wake the task that waits for a call."""
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(_wake, done)
 
+
+def _wake(done: "asyncio.Future[None]") -> None:
+    if not done.done():  # else the task was cancelled
+        done.set_result(None)
+
+
+def _ended(dispatcher: Dispatcher, processes: Sequence[Process], weights: Memory, owner: int) -> None:
+    """End a pool, but not in a forked process."""
+    if os.getpid() == owner:
+        dispatcher.stop(partial(_end, processes, weights))
+
+
+def _end(processes: Sequence[Process], weights: Memory) -> None:
+    end(processes)
+    weights.close()

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nimblert.errors import CudaError, DeviceLostError, InputError
-from nimblert.processes.channel import DONE, PING, Channel, Memory, ends, error_of
+from nimblert.processes.channel import Channel, Memory, ends, error_of
 from nimblert.processes.layout import Layout, Views
 
 if TYPE_CHECKING:
-    import weakref
     from subprocess import Popen
 
 _MAIN = "import sys; sys.path[:] = {path!r}; from nimblert.processes.worker import main; main(sys.argv[1])"
@@ -45,7 +44,7 @@ class Process:
         self.given = 0
         self.ended: str | None = None
         self.is_over = False
-        """Whether what is shared with it is closed, but for slots that are in use."""
+        """Whether what is shared with it is closed."""
         self._ending = threading.Lock()
         with ExitStack() as ours, ExitStack() as theirs:
             given = []
@@ -109,63 +108,29 @@ class Process:
         self._wait(max(0.0, end_at - time.monotonic()))
         self.is_over = True
         for slot in self.slots:
-            if slot.lease is None or slot.lease() is None:
-                slot.close()  # others when their calls end: files that are opened meanwhile may get the same numbers
+            slot.close()
 
 
 class Slot:
     """A context of a process: a socket, and shared memory for the arrays of one call at a time."""
 
     def __init__(self, process: Process, channel: Channel, memory: Memory) -> None:
-        self.process = process
-        self.lease: weakref.ref[Any] | None = None
-        """The use of the slot."""
-        self.is_open = False
-        """Whether a call was sent, or was about to be, whose answer was not read."""
-        self._channel, self._memory, self._views = channel, memory, Views(memory)
-        self._pings = 0
+        self.process, self.channel = process, channel
+        self._memory, self._views = memory, Views(memory)
 
-    def begin(self, layout: Layout, arrays: Sequence[Any]) -> bool:
-        """Give the process a call; False where it has ended."""
-        if self.is_open:
-            self._drain()
+    def put(self, layout: Layout, arrays: Sequence[Any]) -> None:
+        """Copy the inputs of a call. Raises InputError where the system has too little memory."""
         for view, array in zip(self._views.of(layout)[0], arrays, strict=True):
             view[...] = array
-        self.is_open = True
-        self.is_open = self._channel.send(layout.message)
-        return self.is_open
 
-    def finish(self, layout: Layout, out: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-        """Wait for the outputs: new arrays, but for those written into ``out``; None where the process has ended.
-
-        Raises the error of the call.
-        """
-        answer = self._channel.receive()
-        self.is_open = False
-        if answer != DONE:
-            if answer:
-                raise error_of(answer)
-            return None
-        results = {}
-        for place, view in zip(layout.outputs, self._views.of(layout)[1], strict=True):
-            if place.name in out:
-                out[place.name][...] = view
-            else:
-                results[place.name] = view.copy()
-        return results
-
-    def _drain(self) -> None:
-        """Wait until the process has nothing more to do with a call that was interrupted."""
-        self._pings += 1
-        ping = PING.pack(b"p", self._pings)  # of an interrupted wait, the answer is still to come
-        if self._channel.send(ping):
-            while self._channel.receive() not in {ping, b""}:
-                pass
-        self.is_open = False
+    def results(self, layout: Layout) -> dict[str, np.ndarray]:
+        """Copies of the outputs of the last call, by name."""
+        views = self._views.of(layout)[1]
+        return {place.name: view.copy() for place, view in zip(layout.outputs, views, strict=True)}
 
     def close(self) -> None:
         """Close socket and memory."""
-        self._channel.end()
+        self.channel.end()
         self._memory.close()
 
 

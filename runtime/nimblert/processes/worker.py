@@ -16,7 +16,7 @@ from nimblert.errors import CudaError
 from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.processes import weights
-from nimblert.processes.channel import DONE, PING, READY, Channel, Memory, error_message
+from nimblert.processes.channel import DONE, READY, Channel, Memory, error_message
 from nimblert.processes.layout import Layout, Layouts, Views
 
 
@@ -69,9 +69,6 @@ def _serve(context: Context, channel: Channel, memory: Memory, control: Channel)
     layouts, views = Layouts(Entries(context.plan)), Views(memory)
     try:
         while message := channel.receive():
-            if len(message) == PING.size:
-                channel.send(message)
-                continue
             try:
                 _run(context, layouts.read(message), views)
                 answer = DONE
