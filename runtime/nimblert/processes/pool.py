@@ -76,7 +76,7 @@ class ProcessPool(Pool):
         layout, given = self._laid_out(self._signatures[entry], arrays)
         if out is not None and not isinstance(out, Mapping):
             raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
-        taken = checked_out(layout.output_tensors, out, _refused) if out else {}
+        taken: Mapping[str, Any] = checked_out(layout.output_tensors, out, _refused) if out else {}
         done = threading.Lock()
         done.acquire()
         call = Call(layout, given, done.release)
