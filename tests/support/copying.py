@@ -1,6 +1,7 @@
 """Plans of the CUDA target that copy their input, and arrays for them in every layout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -9,8 +10,25 @@ import pytest
 from programs import bare
 
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.cuda import driver
-from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Target, Tensor
+from nimblert.arrays.layouts import Gather
+from nimblert.cuda import driver, movers
+from nimblert.plan import (
+    ITEM_NBYTES,
+    Access,
+    Kernel,
+    Launch,
+    Memcpy,
+    Module,
+    Op,
+    Parameter,
+    Plan,
+    Pointer,
+    Program,
+    Region,
+    Relocation,
+    Target,
+    Tensor,
+)
 
 on_gpu = pytest.mark.parametrize("put", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 on_host = pytest.mark.parametrize("put", ["host"], indirect=True)
@@ -60,6 +78,33 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
     )
     driver.initialise()
     return bare(program, target=Target.CUDA, device=driver.describe())
+
+
+def by_kernel(plan: Plan) -> Plan:
+    """A plan of `copying` whose last copy, to the output, is made by a kernel of layout.cu."""
+    (program,) = plan.programs
+    *before, last = program.commands
+    assert isinstance(last, Memcpy)
+    parameters = Gather((last.nbytes,), (1,)).parameters(0, 0)
+    places = [Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=8), Parameter(offset=16, nbytes=104)]
+    assert len(parameters) == 120
+    launch = Launch(
+        stream=last.stream,
+        op=last.op,
+        kernel=0,
+        params=parameters,
+        relocations=(Relocation(param_offset=0, pointer=last.dst), Relocation(param_offset=8, pointer=last.src)),
+        reads=(Access(pointer=last.src, nbytes=last.nbytes),),
+        writes=(Access(pointer=last.dst, nbytes=last.nbytes),),
+        grid=(32, 1, 1),
+        block=(256, 1, 1),
+    )
+    return replace(
+        plan,
+        modules=(Module(origin="tests", code=memoryview(movers._PTX.read_bytes() + b"\0")),),
+        kernels=(Kernel(module=0, symbol="gather_1", parameters=tuple(places)),),
+        programs=(replace(program, commands=(*before, launch)),),
+    )
 
 
 def drawn(seed: int, shape: Sequence[int] = SHAPE, dtype: str = "float32") -> np.ndarray:

@@ -1,8 +1,9 @@
 """Repeated calls with inputs of the same layout: the graphs that run each in one launch."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +15,16 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.pools import Lent
 from nimblert.cuda.transfers import Given, Inlet, Outlet
 from nimblert.ordering import pieces
-from nimblert.plan import Program, Region, Tensor
+from nimblert.plan import Launch, Program, Region, Tensor, Work
 
 _ENOUGH_ON_HOST = 3
 _ENOUGH_ON_DEVICE = 16
 """The number of equal calls before they get a graph: calls with inputs of the same layouts, on the device at the same
 addresses, and for a whole call with outputs at the same addresses too. Making the graph takes longer than it saves in
 one call."""
+
+_WRITTEN_NBYTES = 1 << 16
+"""Kernels write no larger output into memory of the host: in their order that may take longer than a copy."""
 
 
 class WholeCalls:
@@ -50,12 +54,14 @@ class WholeCalls:
         if found is not None:
             return found, True
         found = self._arriving.get(lying)
-        return found or self._arriving.missed(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, ()), False
+        unsent = [None] * len(lent)
+        return found or self._arriving.missed(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, unsent), False
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None]) -> CallGraph:
         arrivals = self._inlet.uploads(arrays)
-        departures = self._outlet.downloads(lent) if lent else ()
-        made = Recipe(self._adding(self._memory), arrivals, departures).instantiated()
+        written, copied = self._split(lent, self._movable.to_host)
+        adding = self._adding(self._memory.rebased(written))
+        made = Recipe(adding, arrivals, self._outlet.downloads(copied)).instantiated()
         return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
 
     def from_device(
@@ -78,34 +84,41 @@ class WholeCalls:
 
         The inputs are also copied to its own memory, for `replay`.
         """
-        elsewhere: dict[tuple[Region, int], int] = {}
         arrivals: list[Arrival] = []
         beside: list[Step] = []
-        inputs, outputs = self._movable
+        inputs, outputs, _ = self._movable
         moves = self._inlet.moves(arrays)
         outputs = [
             may_move and shape == tensor.shape
             for may_move, shape, tensor in zip(outputs, outlet.shapes, self._program.outputs, strict=True)
         ]
+        elsewhere, copied = self._split(lent, outputs)
         for tensor, may_move, (mover, address), move in zip(self._program.inputs, inputs, arrays, moves, strict=True):
             if may_move and mover.is_copy and address % VECTOR_NBYTES == 0:
                 elsewhere[Region.INPUT, tensor.pointer.index] = address
                 beside += move.steps
             else:
                 arrivals.append(move)
-        for tensor, may_move, memory in zip(self._program.outputs, outputs, lent, strict=True):
-            if may_move and memory is not None:
-                elsewhere[Region.OUTPUT, tensor.pointer.index] = memory.address
-        copied = [None if may_move else memory for may_move, memory in zip(outputs, lent, strict=True)]
-        departures = outlet.copies(copied)
         adding = self._adding(self._memory.rebased(elsewhere))
-        return CallGraph(Recipe(adding, arrivals, departures, beside).instantiated())
+        return CallGraph(Recipe(adding, arrivals, outlet.copies(copied), beside).instantiated())
+
+    def _split(
+        self, lent: Sequence[Lent | None], movable: Sequence[bool]
+    ) -> tuple[dict[tuple[Region, int], int], list[Lent | None]]:
+        """New memory for the outputs: the address of each that is ``movable``, and what the others are copied to."""
+        written: dict[tuple[Region, int], int] = {}
+        copied = list(lent)
+        for index, (tensor, may_move, memory) in enumerate(zip(self._program.outputs, movable, lent, strict=True)):
+            if may_move and memory is not None:
+                written[Region.OUTPUT, tensor.pointer.index] = memory.address
+                copied[index] = None
+        return written, copied
 
     def _adding(self, memory: DeviceMemory) -> Callable[[Handle], graph.Ends]:
         return partial(graph.add_program, program=self._program, functions=self._functions, memory=memory)
 
     @cached_property
-    def _movable(self) -> tuple[list[bool], list[bool]]:
+    def _movable(self) -> "_Movable":
         return _movable(self._program)
 
     def close(self) -> None:
@@ -114,21 +127,51 @@ class WholeCalls:
         self._whole.close()
 
 
-def _movable(program: Program) -> tuple[list[bool], list[bool]]:
+class _Movable(NamedTuple):
     """For each input and output, whether the program's kernels may use an array of a caller instead.
 
-    An input that a kernel also writes may not be replaced: the array is the caller's.
+    ``to_host``: whether they may write an output to page-locked memory.
     """
-    accesses = (access for _, command in program.work for access in pieces.writes(command))
-    written = {(access.pointer.region, access.pointer.index) for access in accesses}
+
+    inputs: list[bool]
+    outputs: list[bool]
+    to_host: list[bool]
+
+
+def _movable(program: Program) -> _Movable:
+    """What the program's kernels may use elsewhere.
+
+    An input that a kernel also writes may not be replaced: the array is the caller's. An output on the host may be
+    touched by one kernel alone: reading it over PCIe takes long, and where an op has several kernels, a plan does not
+    tell which of them read what others wrote.
+    """
+    touching: defaultdict[tuple[Region, int], list[Work]] = defaultdict(list)
+    written: set[tuple[Region, int]] = set()
+    for _, command in program.work:
+        reads, writes = (
+            {(access.pointer.region, access.pointer.index) for access in accesses}
+            for accesses in (pieces.reads(command), pieces.writes(command))
+        )
+        written |= writes
+        for place in reads | writes:
+            touching[place].append(command)
     users = Counter((t.pointer.region, t.pointer.index) for t in (*program.inputs, *program.outputs))
 
     def stands_alone(tensor: Tensor, region: Region) -> bool:
         place = tensor.pointer
         return place.region is region and users[region, place.index] == 1 and fills_memory(program, tensor)
 
+    def is_one_kernels(tensor: Tensor) -> bool:
+        commands = touching[Region.OUTPUT, tensor.pointer.index]
+        return len(commands) == 1 and isinstance(commands[0], Launch)
+
     inputs = [
         stands_alone(tensor, Region.INPUT) and (Region.INPUT, tensor.pointer.index) not in written
         for tensor in program.inputs
     ]
-    return inputs, [stands_alone(tensor, Region.OUTPUT) for tensor in program.outputs]
+    outputs = [stands_alone(tensor, Region.OUTPUT) for tensor in program.outputs]
+    to_host = [
+        may_move and is_one_kernels(tensor) and tensor.span_nbytes <= _WRITTEN_NBYTES
+        for may_move, tensor in zip(outputs, program.outputs, strict=True)
+    ]
+    return _Movable(inputs, outputs, to_host)
