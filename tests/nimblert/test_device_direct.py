@@ -327,6 +327,21 @@ def test_large_inputs_are_uploaded_piece_by_piece(put: Put, host: HostDriver) ->
         assert host.calls["cuGraphInstantiate"] == 1
 
 
+def test_a_large_input_with_the_gaps_that_the_program_expects(put: Put) -> None:
+    del put
+    rows, width, room = 600, 1000, 1040
+    plan = copying((rows, room), (0, 1))
+    (program,) = plan.programs
+    (x,), (y,) = program.inputs, program.outputs
+    x, y = (replace(tensor, shape=(rows, width)) for tensor in (x, y))
+    with nimblert.load(replace(plan, programs=(replace(program, inputs=(x,), outputs=(y,)),)), poison=True) as model:
+        for seed in range(6):
+            array = drawn(seed, (rows, room))[:, :width]
+            assert array.strides == (room * 4, 4)
+            assert np.array_equal(model(array), array)
+            assert np.array_equal(model(array.copy()), array)
+
+
 @on_host
 def test_no_thread_copies_on_when_the_upload_of_a_large_input_has_failed(
     put: Put, host: HostDriver, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,8 @@ class Inlet:
         return self._landing[index, state]
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
-        if way.nbytes <= _SMALL_NBYTES or way.staged.strides != array.strides:
+        is_dense = layouts.is_dense(array.shape, array.strides, array.itemsize)
+        if way.nbytes <= _SMALL_NBYTES or way.staged.strides != array.strides or not is_dense:
             np.copyto(way.staged, array)
             call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
             return
