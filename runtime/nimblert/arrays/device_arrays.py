@@ -80,7 +80,7 @@ def at_once(value: Any) -> "DeviceArray | None":
         return None
     try:
         read = exchange.read(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+    except dlpack.REFUSALS as exc:
         raise _not_exported(exc) from exc
     return None if read is None else DeviceArray(**read[0]._asdict(), stream=read[1], owner=value)
 
@@ -98,7 +98,7 @@ def from_host(value: Any) -> np.ndarray:
     """A numpy array over another library's array in host memory. Raises InputError where numpy cannot read it."""
     try:
         return np.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+    except dlpack.REFUSALS as exc:
         raise InputError(f"numpy cannot read it by DLPack: {_first_line(exc)}") from exc
 
 
@@ -111,7 +111,7 @@ def take(value: Any, stream: int) -> DeviceArray:
     try:
         capsule = value.__dlpack__(stream=stream)
         return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
-    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+    except dlpack.REFUSALS as exc:
         raise _not_exported(exc) from exc
 
 

@@ -16,6 +16,9 @@ from nimblert.plan import ITEM_NBYTES
 CUDA = 2
 """DLPack's kind of device for CUDA."""
 
+REFUSALS = BufferError, RuntimeError, TypeError, ValueError
+"""What libraries raise for an array that they do not export."""
+
 _KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 _CODES = {kind: code for code, kind in _KINDS.items()}
 

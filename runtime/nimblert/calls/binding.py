@@ -129,7 +129,7 @@ class Bindings:
         for name, bound in self._bound.items():
             try:
                 is_there = bound.is_there()
-            except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+            except dlpack.REFUSALS as exc:
                 raise InputError(f"{name!r}: its array can no longer be used: {exc}") from exc
             if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
