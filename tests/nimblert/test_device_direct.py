@@ -123,6 +123,47 @@ def test_a_launch_that_comes_again_is_refused_as_the_first(model: Executable, pu
         model.launch()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor, _: tensor.t_(),
+        lambda tensor, _: tensor.resize_(4, 8),
+        lambda tensor, _: tensor.resize_(100, 100),
+        lambda tensor, _: tensor.unsqueeze_(0),
+        lambda tensor, _: tensor.untyped_storage().resize_(0),
+        lambda tensor, other: tensor.set_(other),
+    ],
+    ids=["transposed", "smaller", "larger", "of another rank", "without memory", "elsewhere"],
+)
+def test_a_bound_tensor_changed_in_place_ends_launches(put: Put, change: Callable[[Any, Any], object]) -> None:
+    x, other = (put(drawn(seed, (8, 8))).clone() for seed in range(2))  # numpy's memory cannot be resized
+    with nimblert.load(copying((8, 8), range(2))) as model:
+        model.bind("x", x)
+        for _ in range(2):
+            model.launch()
+        model.synchronize()
+        change(x, other)
+        for run in (model.launch, model.launch, model.replay, lambda: model.run({})):
+            with pytest.raises(InputError, match="'x': its array was moved or resized since it was bound: bind it ag"):
+                run()
+        model.bind("x", other)
+        for _ in range(2):
+            model.launch()
+        assert np.array_equal(on_the_host(model.run({})["y"]), drawn(1, (8, 8)))
+
+
+def test_a_bound_tensor_may_return_to_its_shape(put: Put) -> None:
+    """PyTorch then stores a shape of more than five axes elsewhere."""
+    shape = (2, 1, 2, 1, 2, 2)
+    x = put(drawn(0, shape))
+    with nimblert.load(copying(shape, range(6))) as model:
+        model.bind("x", x)
+        for _ in range(3):
+            model.launch()
+            x.unsqueeze_(0).squeeze_(0)
+        assert np.array_equal(on_the_host(model.run({})["y"]), drawn(0, shape))
+
+
 def test_every_call_gives_its_own_arrays_result(model: Executable, put: Put, taken: list[bool]) -> None:
     for seed in range(6):
         x = drawn(seed)
