@@ -7,7 +7,7 @@ Arrays of other libraries are read from capsules (unversioned structs), or with 
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 from nimblert.arrays.layouts import dense_strides
@@ -110,7 +110,7 @@ class Exchange:
     """The exchange functions of a type of arrays. Thread-safe."""
 
     def __init__(self, tensor_from_object: int, current_stream: int) -> None:
-        self._read = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)(tensor_from_object)
+        self._read = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p)(tensor_from_object)
         self._stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)(current_stream)
 
     def read(self, value: Any) -> tuple[Found, int] | None:
@@ -148,19 +148,18 @@ class Exchange:
         It raises what the library raises.
         """
         buffer = ctypes.create_string_buffer(_TENSOR.size)
-        address, read = ctypes.addressof(buffer), self._read
+        read, into = self._read, ctypes.c_void_p(ctypes.addressof(buffer))
         known, found = b"", (0, b"", b"", b"")
         shape = strides = _bytes_at(0, 0)
 
         def raw(value: Any) -> Raw:
             nonlocal known, found, shape, strides
-            read(value, address)
+            read(value, into)
             now = buffer.raw
             if now != known:
-                data, header, shape_at, strides_at, offset = _RAW_TENSOR.unpack(now)
                 known = b""  # in case of an exception in between
-                shape, strides = (_bytes_at(place, 8 * header[_RANK_AT]) for place in (shape_at, strides_at))
-                found = data + offset, header, shape.raw, strides.raw
+                address, header, shape, strides = _parsed(now)
+                found = address, header, shape.raw, strides.raw
                 known = now
             elif shape.raw != found[2] or strides.raw != found[3]:  # changed in place
                 found = *found[:2], shape.raw, strides.raw
@@ -170,9 +169,29 @@ class Exchange:
 
     def watch(self, value: Any) -> Callable[[], bool]:
         """A function that tells one thread whether an array is still as it is now; raises what the library raises."""
-        read = self.reader()
-        place = read(value)
-        return lambda: read(value) == place
+        buffer = ctypes.create_string_buffer(_TENSOR.size)
+        read = partial(self._read, ctypes.py_object(value), ctypes.c_void_p(ctypes.addressof(buffer)))
+        read()
+        known = buffer.raw
+        _, _, shape, strides = _parsed(known)
+        sizes, steps = shape.raw, strides.raw
+        reader = self.reader()
+        place = reader(value)
+
+        def is_same() -> bool:
+            read()
+            if buffer.raw == known:
+                return shape.raw == sizes and strides.raw == steps
+            return reader(value) == place  # its library may store shape and strides elsewhere
+
+        return is_same
+
+
+def _parsed(tensor: bytes) -> "tuple[int, bytes, ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]":
+    """The address and header of a DLTensor, and views of its shape and strides."""
+    data, header, shape_at, strides_at, offset = _RAW_TENSOR.unpack(tensor)
+    nbytes = 8 * header[_RANK_AT]
+    return data + offset, header, _bytes_at(shape_at, nbytes), _bytes_at(strides_at, nbytes)
 
 
 def _bytes_at(address: int, nbytes: int) -> "ctypes.Array[ctypes.c_char]":
