@@ -589,23 +589,25 @@ def test_an_output_is_not_lent_again_before_its_download_has_ended(
     (y,) = program.outputs
     small = replace(y, name="z", shape=(4,), strides=(1,), pointer=replace(y.pointer, index=1))
     program = replace(program, outputs=(y, small), output_nbytes=(*program.output_nbytes, 16))
+    events: list[str] = []
+    wait = host.cuStreamSynchronize
+    monkeypatch.setattr(host, "cuStreamSynchronize", lambda stream: (events.append("waited"), wait(stream))[1])
     with nimblert.load(replace(plan, programs=(program,))) as model:
         kept = [model(drawn(0))[1] for _ in range(2)]
-        events: list[str] = []
-        give_back, wait = PageLockedPool.give_back, host.cuStreamSynchronize
+        give_back = PageLockedPool.give_back
 
         def noting(*args: Any, **kwargs: Any) -> None:
             events.append("given back")
             give_back(*args, **kwargs)
 
         monkeypatch.setattr(PageLockedPool, "give_back", noting)
-        monkeypatch.setattr(host, "cuStreamSynchronize", lambda stream: (events.append("waited"), wait(stream))[1])
         download = host.cuMemcpyDtoHAsync
 
         def refuse_the_second(to: int, source: int, nbytes: int, stream: object) -> Any:
             return download(to, source, nbytes, stream) if nbytes > 16 else (host.CUresult.CUDA_ERROR_UNKNOWN,)
 
         monkeypatch.setattr(host, "cuMemcpyDtoHAsync", refuse_the_second)
+        events.clear()
         with pytest.raises(CudaError, match="cuMemcpyDtoHAsync"):
             model(drawn(1))
         assert events == ["waited", "waited", "given back", "given back"]

@@ -115,6 +115,8 @@ class CudaBackend:
         self.functions: Sequence[Handle] = resident.functions
         self._bound: set[str] = set()
         self._direct: dict[tuple[Shapes, Shapes] | None, DeviceDirect] = {}
+        self._launch_graph = driver.function("cuGraphLaunch")
+        self._synchronize = driver.function("cuStreamSynchronize")
         self._build(self.memory)
 
     def _build(self, memory: DeviceMemory) -> None:
@@ -125,7 +127,7 @@ class CudaBackend:
             built = graph.build(context, self._program, self.functions, memory)
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
-            call("cuStreamSynchronize", self._stream)
+            self._synchronize(self._stream)
             self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet)
             scope.callback(self._calls.close)
             self._scope.close()
@@ -166,7 +168,7 @@ class CudaBackend:
         try:
             self._put(arrays, self._stream)
         finally:
-            call("cuStreamSynchronize", self._stream)
+            self._synchronize(self._stream)
 
     @property
     def movers(self) -> Sequence[Mapping[bytes, Mover]]:
@@ -176,7 +178,7 @@ class CudaBackend:
     def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on inputs on the host, and return new outputs there, by name."""
         stream = self._stream
-        call("cuCtxSetCurrent", self._context.handle)
+        self._context.make_current()
         if self._in_flight.stream is not None:
             self._in_flight.wait()  # page-locked memory may still be read by the run before
         lent = self._outlet.lend_host()
@@ -189,7 +191,7 @@ class CudaBackend:
                 else:
                     for staged, array in zip(found.staged, arrays, strict=True):
                         np.copyto(staged, array)
-                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                self._launch_graph(self._executable if found is None else found.executable, stream)
                 if not whole:
                     self._outlet.download(lent, stream)
                 return self._outlet.on_host(lent)
@@ -202,7 +204,7 @@ class CudaBackend:
 
     def call_from_device(self, arrays: Given, stream: int, outlet: Outlet) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""
-        call("cuCtxSetCurrent", self._context.handle)  # `_begin` in place: a function more is a microsecond
+        self._context.make_current()  # `_begin` in place: a function more is a microsecond
         if self._in_flight.stream is not None:
             self._in_flight.precede(stream)
         lent = outlet.lend_device(stream)
@@ -211,7 +213,7 @@ class CudaBackend:
                 found, whole = self._calls.from_device(arrays, lent, outlet)
                 if found is None:
                     self._inlet.move(arrays, stream)
-                call("cuGraphLaunch", self._executable if found is None else found.executable, stream)
+                self._launch_graph(self._executable if found is None else found.executable, stream)
                 if not whole:
                     outlet.copy(lent, stream)
                 return outlet.on_device(lent)
@@ -223,12 +225,12 @@ class CudaBackend:
             raise
 
     def _end(self, stream: int) -> None:
-        call("cuStreamSynchronize", stream)
+        self._synchronize(stream)
         if self._in_flight.stream is not None:
             self._in_flight.ended()
 
     def _begin(self, stream: int) -> None:
-        call("cuCtxSetCurrent", self._context.handle)
+        self._context.make_current()
         if self._in_flight.stream is not None:
             self._in_flight.precede(stream)
 
@@ -268,7 +270,7 @@ class CudaBackend:
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         try:
             on_device = self._put(arrays, used)
-            call("cuGraphLaunch", self._executable, used)
+            self._launch_graph(self._executable, used)
             results: dict[str, np.ndarray | DeviceOutput] = {}
             for index, tensor in enumerate(self._program.outputs):
                 mine = out.get(tensor.name)
@@ -304,23 +306,23 @@ class CudaBackend:
         """Upload `inputs`, replay the graph, download `outputs`, and wait."""
         self._begin(self._stream)
         self._staged_inputs.to_device(self._stream)
-        call("cuGraphLaunch", self._executable, self._stream)
+        self._launch_graph(self._executable, self._stream)
         self._staged_outputs.to_host(self._stream)
         self._end(self._stream)
 
     def replay(self) -> None:
         """Replay the graph on the inputs on the device, and wait."""
         self._begin(self._stream)
-        call("cuGraphLaunch", self._executable, self._stream)
+        self._launch_graph(self._executable, self._stream)
         self._end(self._stream)
 
     def launch(self, stream: int | None) -> None:
         """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
         used = self._stream if stream is None else stream
-        call("cuCtxSetCurrent", self._context.handle)  # `_begin` in place, as above
+        self._context.make_current()  # `_begin` in place, as above
         if self._in_flight.stream is not None:
             self._in_flight.precede(used)
-        call("cuGraphLaunch", self._executable, used)
+        self._launch_graph(self._executable, used)
         self._in_flight.enqueued(used)
 
     def synchronize(self) -> None:
@@ -375,8 +377,8 @@ class CudaBackend:
             yield single
             executable = call("cuGraphInstantiate", single, 0)
             try:
-                call("cuGraphLaunch", executable, self._stream)
-                call("cuStreamSynchronize", self._stream)
+                self._launch_graph(executable, self._stream)
+                self._synchronize(self._stream)
             finally:
                 call("cuGraphExecDestroy", executable)
         finally:
@@ -397,7 +399,7 @@ class CudaBackend:
         with self._two_events() as (begin, end):
             for i in range(count):
                 call("cuEventRecord", begin, self._stream)
-                call("cuGraphLaunch", self._executable, self._stream)
+                self._launch_graph(self._executable, self._stream)
                 call("cuEventRecord", end, self._stream)
                 call("cuEventSynchronize", end)
                 times[i] = call("cuEventElapsedTime", begin, end) * 1e3

@@ -1,6 +1,7 @@
 """The device memory that the programs of a context share, and the work in flight there."""
 
 import threading
+from functools import partial
 from typing import Any
 
 from nimblert.arrays import device_arrays
@@ -24,6 +25,7 @@ class InFlight:
 
     def __init__(self, context: Context) -> None:
         self._event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
+        self._record = partial(driver.function("cuEventRecord"), self._event)
         self.stream: int | None = None
         """The stream of the work; None where there is none."""
         self._kept: list[object] = []
@@ -38,7 +40,7 @@ class InFlight:
         if len(self._kept) >= _MOST_KEPT:
             call("cuEventSynchronize", self._event)
             self._kept.clear()
-        call("cuEventRecord", self._event, stream)
+        self._record(stream)
         self.stream = stream
         if arrays is not None:
             self._kept.append(arrays)
