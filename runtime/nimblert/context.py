@@ -17,7 +17,7 @@ from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.parts import serve
 from nimblert.calls.state import State, Working
-from nimblert.calls.turn import Relaunch, Steps, Turn
+from nimblert.calls.turn import Relaunch, Steps, Turn, relaunch
 from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
 from nimblert.extents import extent_problems, region_sizes
@@ -226,8 +226,8 @@ class Context:
         Launches of a context run one after the other, whatever their streams; `synchronize` waits for them. On the
         CPU the run is complete when this returns, and ``stream`` must be None. Raises InputError.
         """
-        relaunch = self._relaunch  # read once: another thread may set it to None
-        if relaunch is not None and relaunch(stream):
+        again = self._relaunch  # read once: another thread may set it to None
+        if again is not None and again(stream):
             return
         handle = self._working.stream_handle(stream)
         with self._running():
@@ -235,7 +235,7 @@ class Context:
             backend.launch(handle)
             if self._arena is None and self.plan.target is Target.CUDA:
                 bindings = self._bindings[self._turn.program.entry]
-                self._relaunch = Relaunch(self._turn, bindings.check_in_place, backend.launch)
+                self._relaunch = relaunch(self._turn, bindings.watches, backend.launch)
 
     def synchronize(self) -> None:
         """Wait for the runs that `launch`, or `run` with a stream, has enqueued."""

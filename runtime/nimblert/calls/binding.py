@@ -36,7 +36,7 @@ class _Bound(NamedTuple):
     """The caller's object."""
     array: Array
     is_there: Callable[[], bool]
-    """Whether the array has not moved, as far as its library tells."""
+    """Whether the array has not moved, as far as its library tells; may raise `dlpack.REFUSALS`."""
 
 
 class Bindings:
@@ -123,6 +123,11 @@ class Bindings:
         """Raise InputError where the bindings are another program's."""
         if self.program is not None and self.program is not program:
             raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
+
+    @property
+    def watches(self) -> list[Callable[[], bool]]:
+        """The `_Bound.is_there` of each bound array."""
+        return [bound.is_there for bound in self._bound.values()]
 
     def check_in_place(self) -> None:
         """Raise InputError where a bound array has moved."""

@@ -2,14 +2,18 @@
 
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from nimblert.arrays import dlpack
 from nimblert.errors import InputError
 from nimblert.plan import Program, Work
 
 DirectCall: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any] | None]
 """Takes arrays by input name; returns None, having done nothing, where the call is not the usual one."""
+
+Relaunch: TypeAlias = Callable[[Any], bool]
+"""Takes a stream of the caller, or None for our own; returns False, having done nothing, where it cannot launch."""
 
 Steps: TypeAlias = Generator[Work, None, None]
 
@@ -78,25 +82,27 @@ class Turn:
         return os.getpid() == self.process and self._holder is None
 
 
-class Relaunch:
-    """Launches of the program that was launched last, until something changes in the context.
+def relaunch(turn: Turn, watches: Sequence[Callable[[], bool]], launch: Callable[[int | None], None]) -> Relaunch:
+    """A function that launches the program of the last launch again, until something changes in the context.
 
-    ``check`` raises InputError where a bound array has moved.
+    ``watches`` tell of each bound array whether it is where it was; they may raise `dlpack.REFUSALS`.
     """
+    lock, state, program, process = turn.lock, turn.state, turn.program, turn.process
 
-    def __init__(self, turn: Turn, check: Callable[[], None], launch: Callable[[int | None], None]) -> None:
-        self._turn, self._state, self._program = turn, turn.state, turn.program
-        self._check, self._launch = check, launch
-
-    def __call__(self, stream: Any) -> bool:
-        """Launch on a stream of the caller or our own; False, and nothing was done, where this is no such launch."""
-        turn = self._turn
-        if turn.lock.locked() or not (stream is None or (type(stream) is int and stream >= 0)):
+    def again(stream: Any) -> bool:
+        if lock.locked() or not (stream is None or (type(stream) is int and stream >= 0)):
             return False
-        with turn.lock:
-            same = turn.state is self._state and turn.program is self._program and turn.parts == 1
-            if not same or turn.process != os.getpid():
+        with lock:
+            same = turn.state is state and turn.program is program and turn.parts == 1
+            if not same or process != os.getpid():
                 return False
-            self._check()
-            self._launch(stream)
+            try:
+                for is_there in watches:
+                    if not is_there():
+                        return False
+            except dlpack.REFUSALS:
+                return False
+            launch(stream)
             return True
+
+    return again

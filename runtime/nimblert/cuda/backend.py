@@ -320,7 +320,7 @@ class CudaBackend:
         """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
         used = self._stream if stream is None else stream
         self._context.make_current()  # `_begin` in place, as above
-        if self._in_flight.stream is not None:
+        if self._in_flight.stream != used:
             self._in_flight.precede(used)
         self._launch_graph(self._executable, used)
         self._in_flight.enqueued(used)
