@@ -27,7 +27,7 @@ _TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for an output would take three times as long
 class DeviceArray:
     """An array in memory of a GPU, which ``owner`` keeps alive; ``strides`` are in elements.
 
