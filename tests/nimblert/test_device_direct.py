@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -162,6 +163,18 @@ def test_a_bound_tensor_may_return_to_its_shape(put: Put) -> None:
             model.launch()
             x.unsqueeze_(0).squeeze_(0)
         assert np.array_equal(on_the_host(model.run({})["y"]), drawn(0, shape))
+
+
+def test_a_tensor_is_dropped_with_its_binding(model: Executable, put: Put) -> None:
+    """At once, without the garbage collector."""
+    tensor = channels_last(put(drawn(1)))
+    known = weakref.ref(tensor)
+    model.bind("x", tensor)
+    model.launch()
+    del tensor
+    assert known() is not None
+    model.bind("x", None)
+    assert known() is None
 
 
 def test_every_call_gives_its_own_arrays_result(model: Executable, put: Put, taken: list[bool]) -> None:
