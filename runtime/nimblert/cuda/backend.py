@@ -194,13 +194,15 @@ class CudaBackend:
                 self._launch_graph(self._executable if found is None else found.executable, stream)
                 if not whole:
                     self._outlet.download(lent, stream)
-                return self._outlet.on_host(lent)
+                results = self._outlet.arrays(lent)
             finally:
                 self._end(stream)
         except BaseException:
             driver.bindings().cuStreamSynchronize(stream)  # a signal handler's exception may have come before it
             lent.clear()  # now: the traceback may keep it for long
             raise
+        self._outlet.copy_small(results)
+        return results
 
     def call_from_device(self, arrays: Given, stream: int, outlet: Outlet) -> dict[str, np.ndarray | DeviceOutput]:
         """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -120,6 +120,11 @@ class Lent:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else the process frees it
             self._pool.give_back(self._block, self._nbytes, self.is_shared)
+
+
+def addresses(lent: Sequence[Lent | None]) -> list[int | None]:
+    """The address of each block; None where there is none."""
+    return [None if memory is None else memory.address for memory in lent]
 
 
 @dataclass(frozen=True, slots=True)
