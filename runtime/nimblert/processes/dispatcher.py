@@ -76,8 +76,9 @@ class Dispatcher:
         self._exclusive = self._stopped = False
         self._holder: int | None = None
         self._then: Callable[[], object] | None = None
-        self._is_idle = False
-        """Whether the thread waits, or is about to, and could begin a call."""
+        self._idle: list[None] = []
+        """Not empty while the thread waits, or is about to, and could begin a call: who then has one rings, and empties
+        it. Each wait has a list of its own, so that an interrupted caller cannot empty that of a later one."""
         self._in_flight = 0
         self._lock = threading.RLock()
         """Taken by ``with``, and not that of the condition: no exception of a signal handler leaves it locked."""
@@ -102,10 +103,12 @@ class Dispatcher:
         """Have a call made. Raises InputError where the pool is closed, DeviceLostError where no device is left."""
         self.check()
         self.waiting.append(call)
+        idle = self._idle
         if self._stopped:
             self._refuse_waiting()
-        elif self._is_idle or self.is_closed or not self.processes:
+        elif idle or self.is_closed or not self.processes:
             self._ring()
+            idle.clear()
 
     def check(self) -> None:
         """Raise InputError where the pool is closed, DeviceLostError where no device is left."""
@@ -196,10 +199,11 @@ class Dispatcher:
 
     def _step(self) -> None:
         """Begin the calls that can begin, wait for something to happen, and handle it."""
-        self._is_idle = True  # before the look for calls, so that none is missed
-        self._is_idle = self._begin_waiting()
+        self._idle = [None]  # before the look for calls, so that none is missed
+        if not self._begin_waiting():
+            self._idle = []
         ready = self._poll.poll()
-        self._is_idle = False
+        self._idle = []
         for file, _ in ready:
             if file in self._slots:
                 self._receive(self._slots[file])
@@ -241,26 +245,23 @@ class Dispatcher:
                 slot = process.free.pop()
                 process.given += 1
                 self._in_flight += 1
-            put = partial(slot.put, call.layout, call.arrays)
-            self._do(put, partial(self._send, slot, call), is_large=call.layout.inputs_nbytes > _LARGE_NBYTES)
+            if call.layout.inputs_nbytes > _LARGE_NBYTES:
+                self._tasks.put((partial(slot.put, call.layout, call.arrays), partial(self._send, slot, call)))
+            else:
+                self._send(slot, call, *_tried(slot.put, call.layout, call.arrays))
 
     def _idlest(self) -> Process | None:
         """The process with the fewest calls in flight that has a free slot; of several, that with the fewest so far."""
         free = [process for process in self.processes if process.free]
-        return min(free, key=lambda process: (process.in_flight, process.given), default=None)
-
-    def _do(self, function: Callable[[], Any], then: _Then, *, is_large: bool) -> None:
-        """Copy arrays by ``function``, in another thread if they are large, and continue with ``then``."""
-        if is_large:
-            self._tasks.put((function, then))
-        else:
-            then(*_tried(function))
+        if len(free) < 2:
+            return free[0] if free else None
+        return min(free, key=lambda process: (process.in_flight, process.given))
 
     def _send(self, slot: Slot, call: Call, _: Any, error: Exception | None) -> None:
         """Tell the process of a call whose inputs have been put."""
         sent = False
         if error is None:
-            sent, error = _tried(partial(slot.channel.send, call.layout.message))
+            sent, error = _tried(slot.channel.send, call.layout.message)
         if sent:
             self._unanswered[slot] = call
         elif error is not None:
@@ -280,11 +281,12 @@ class Dispatcher:
                 self._lost.append((slot, call))
                 self._end_lost()
         elif call is not None:
-            if message == DONE:
-                is_large = call.layout.outputs_nbytes > _LARGE_NBYTES
-                self._do(partial(slot.results, call.layout), partial(self._end, slot, call), is_large=is_large)
-            else:
+            if message != DONE:
                 self._end(slot, call, {}, error_of(message))
+            elif call.layout.outputs_nbytes > _LARGE_NBYTES:
+                self._tasks.put((partial(slot.results, call.layout), partial(self._end, slot, call)))
+            else:
+                self._end(slot, call, *_tried(slot.results, call.layout))
 
     def _end(self, slot: Slot, call: Call, results: dict[str, np.ndarray] | None, error: Exception | None) -> None:
         self._free(slot)
@@ -325,9 +327,9 @@ class Dispatcher:
             self._ring()
 
 
-def _tried(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _tried(function: Callable[..., Any], *args: object) -> tuple[Any, Exception | None]:
     """What a function returns, or the exception that it raises."""
     try:
-        return function(), None
+        return function(*args), None
     except Exception as exc:  # noqa: BLE001 - the caller of the pool gets it
         return None, exc
