@@ -11,6 +11,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels, optimizer, values
+from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.sources import sources_of
@@ -51,7 +52,7 @@ def read(
     """The model in a file, checked, with static input shapes; its external data stay in their files.
 
     ``examples`` describe arrays for its inputs, of any size in the dimensions that ``profile`` sizes; ``inputs``
-    take precedence. ``named`` give names to dimensions that have none.
+    take precedence. ``named`` give names to dimensions that have none. An `If` whose condition is known is replaced by its branch.
     """
     loaded = model_file.load(path, external_data=False)
     model_shapes.name_dimensions(loaded, named)
@@ -63,6 +64,7 @@ def read(
     model_file.outputs(model)  # refuses outputs that are not tensors, by name
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
+    take_branches(model, Path(path).parent)
     return model
 
 

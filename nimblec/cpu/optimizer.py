@@ -10,7 +10,7 @@ ONNX Runtime folds constants before it inlines the functions of operators withou
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from nimblert.cpu.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_err
 _INLINE_NBYTES = 1024
 """Smaller initializers stay in the protobuf of the saved model."""
 
-_SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
+SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
 """Operators whose results follow from static shapes."""
 
 
@@ -48,7 +48,7 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
     level = onnxruntime().GraphOptimizationLevel
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
         optimized = _optimize(model, folder, Path(scratch, "once"), level.ORT_ENABLE_ALL)
-        if any(node.op_type in _SHAPE_ARITHMETIC for node in optimized.graph.node):
+        if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
             # The basic level adds no fusions that a plain session would lack.
             optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), level.ORT_ENABLE_BASIC)
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
@@ -56,6 +56,14 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
         del optimized.graph.sparse_initializer[:]
         canonicalize(optimized.graph, model.graph)
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
+
+
+def folded(model: ModelProto, folder: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Those of the outputs ``names`` of ``model`` that are the same in every run, as the optimiser finds out."""
+    with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
+        path = Path(scratch)
+        made = _optimize(model, folder, path / "folded", onnxruntime().GraphOptimizationLevel.ORT_ENABLE_BASIC)
+        return {name: array for name, array in read_arrays(made, path).items() if name in names}
 
 
 _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d+)")
