@@ -69,6 +69,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     dims: Mapping[str, int | str | Sequence[int]] | None = None,
     pad_masks: str | Sequence[str] = (),
     dynamic_shapes: "Mapping[str, Any] | Sequence[Any] | None" = None,
+    constants: "Mapping[str, float | str | Sequence[float] | np.ndarray] | None" = None,
     examples: "Mapping[str, np.ndarray] | None" = None,
     level: int | None = None,
     precision: Precision = "keep",
@@ -119,6 +120,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       for the names of its Dims.
     - ``pad_masks``: inputs whose zeros mask elements of the others, such as ``"attention_mask"``: calls with
       fewer elements than a program takes are padded if masked results agree.
+    - ``constants``: values of inputs of an ONNX model, which become constants of the plan: ``{"rate": 16000}``, an
+      array, or as the command line takes them. Of a branch that they choose the plan has only the one taken.
     - ``examples``: arrays for inputs by name; the range of an integer array bounds the values drawn in later checks.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
@@ -147,6 +150,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         inputs=inputs,
         dims=dims or {},
         pad_masks=pad_masks,
+        constants=constants or {},
         examples=examples or {},
         level=level,
         precision=precision,

@@ -76,7 +76,7 @@ def compile_model(
         written = folder / "model.plan"
         try:
             source = find_source(model, example_inputs, kwargs, folder, dynamic_shapes)
-            _refuse_names(source, options)
+            _refuse_for_pytorch(source, options)
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
@@ -86,9 +86,17 @@ def compile_model(
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
-def _refuse_names(source: Source, options: Options) -> None:
-    """Raise CompileError where dimensions get names of a model that is no ONNX file."""
-    if options.named_inputs and source.kind != "onnx":
+def _refuse_for_pytorch(source: Source, options: Options) -> None:
+    """Raise CompileError for options that only an ONNX model takes, where the model is another."""
+    if source.kind == "onnx":
+        return
+    if options.constants:
+        raise CompileError(
+            f"--constant {options.constants[0][0]}: only inputs of an ONNX model become constants; an argument of a "
+            "PyTorch model that is no tensor is a constant already: give a number in its example, or set it in a "
+            "function around the model"
+        )
+    if options.named_inputs:
         spec = options.named_inputs[0]
         name = next(given for given in spec.shape if isinstance(given, str))
         raise CompileError(

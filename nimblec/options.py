@@ -56,6 +56,7 @@ class NamedInput:
 class Options:
     """``inputs`` fix the shapes of inputs by name; ``examples`` are arrays for inputs by name.
 
+    ``constants`` are arrays in the place of inputs of an ONNX file, which the plan then lacks.
     ``named_inputs`` give names to dimensions of an ONNX file that have none. ``dims`` are sizes of a model's named
     dimensions, wherever ``inputs`` leave them dynamic; ``sizes`` those of dimensions that have several, ascending: the
     plan has a program for each of their `profiles`.
@@ -79,6 +80,7 @@ class Options:
     dims: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     pad_masks: tuple[str, ...] = ()
+    constants: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     examples: tuple[tuple[str, np.ndarray], ...] = field(default=(), compare=False)
     level: int | None = None
     precision: Precision = "keep"
@@ -201,6 +203,34 @@ def read_nbytes(value: int | str) -> int:
     return int(Decimal(found["number"]) * _UNITS[found["unit"].lower()])
 
 
+def read_numbers(value: Any) -> np.ndarray:
+    """A number or several: 16000, "0.5", "true", [1, 2], "1,2"; one alone that is no scalar has its comma behind it."""
+    try:
+        array = np.asarray(_numbers(value) if isinstance(value, str) else value)
+    except ValueError:
+        array = None
+    if array is None or array.dtype.name not in ITEM_NBYTES:
+        raise ArgumentError(f"{shortened(value)}, expected a number such as 16000, true or 0.5, or several (1,2)")
+    return array
+
+
+def _numbers(text: str) -> bool | float | list[bool | float]:
+    numbers = [_number(part) for part in text.removesuffix(",").split(",")]
+    return numbers if "," in text else numbers[0]
+
+
+def _number(text: str) -> bool | float:
+    if text in {"true", "false"}:
+        return text == "true"
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    number = float(text)
+    if math.isinf(number) and "inf" not in text.lower():
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
+_INTEGER = re.compile(r"[-+]?[0-9]+")
 _SIZE = re.compile(r"[0-9]{1,19}")
 _SIZES = re.compile(rf"{_SIZE.pattern}((,{_SIZE.pattern})*|\.\.{_SIZE.pattern})")
 _DIMENSION = re.compile(r"[^\W\d][^,:]*")
@@ -269,6 +299,21 @@ def _read_names(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _read_constants(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
+    return tuple((name, _constant(name, constant)) for name, constant in _named(value))
+
+
+def _constant(name: str, value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray) or hasattr(value, "detach"):
+        array = _array(name, value)
+    else:
+        try:
+            array = read_numbers(value)
+        except ArgumentError as exc:
+            raise ArgumentError(f"{name!r}: {exc}") from exc
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # .npz files have no bfloat16
+
+
 def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
     return tuple((name, _array(name, example)) for name, example in _named(value))
 
@@ -331,6 +376,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "inputs": _read_inputs,
     "dims": _read_dims,
     "pad_masks": _read_names,
+    "constants": _read_constants,
     "examples": _read_examples,
     "level": _one_of(None, *get_args(Level)),
     "precision": _one_of(*get_args(Precision)),

@@ -132,6 +132,7 @@ def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
         dims=(("batch", 4),),
         sizes=(("length", (1, 2, 4)),),
         pad_masks=("mask",),
+        constants=Path("/models/constants.npz"),
         examples=Path("/models/examples.npz"),
         output=Path("/models/model.plan"),
         level=2,

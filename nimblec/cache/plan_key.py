@@ -24,7 +24,9 @@ from nimblec.source import Source
 from nimblert.cuda import driver
 from nimblert.plan import Target
 
-_NOT_THE_PLANS = frozenset({"target", "examples", "timing_cache", "plan_cache"})
+_ARRAYS = ("constants", "examples")
+
+_NOT_THE_PLANS = frozenset({"target", *_ARRAYS, "timing_cache", "plan_cache"})
 """Options that only say where something is kept, and those that the key has in another form."""
 
 _STEERING = (
@@ -80,10 +82,13 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
             "options": {
                 f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS
             },
-            "examples": [
-                (name, array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
-                for name, array in options.examples
-            ],
+            "arrays": {
+                option: [
+                    (name, array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+                    for name, array in getattr(options, option)
+                ]
+                for option in _ARRAYS
+            },
             "software": now,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),

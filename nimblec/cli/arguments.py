@@ -1,4 +1,4 @@
-"""The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZES, NAME=FILE.npy, safe file names."""
+"""The command line's own notations: NAME:SHAPE[:DTYPE], NAME=SIZES, NAME=FILE.npy, NAME=VALUE, safe file names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,16 @@ import click
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblec.options import InputSpec, NamedInput, read_nbytes, read_size, read_sizes, read_spec, read_streams
+from nimblec.options import (
+    InputSpec,
+    NamedInput,
+    read_nbytes,
+    read_numbers,
+    read_size,
+    read_sizes,
+    read_spec,
+    read_streams,
+)
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.files.replacing import replacing
@@ -121,13 +130,28 @@ class NamedFile(click.ParamType):
         return name, Path(file)
 
 
-def read_arrays(files: Iterable[tuple[str, Path]]) -> dict[str, np.ndarray]:
-    """The arrays of ``NAME=FILE.npy`` options by name, each given once."""
+class Constant(click.ParamType):
+    """The type of ``--constant``, split at the first equals sign."""
+
+    name = "NAME=VALUE"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Path | np.ndarray]:
+        """The name and the numbers, or the file that has them, which is read later."""
+        name, _, given = value.partition("=")
+        if not name or not given:
+            self.fail(f"{value!r} is not NAME=VALUE, such as rate=16000 or mask=mask.npy", param, ctx)
+        return name, Path(given) if given.endswith(".npy") else _read(read_numbers, given, param, ctx)
+
+
+def read_arrays(given: Iterable[tuple[str, Path | np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of ``NAME=FILE.npy`` and ``NAME=VALUE`` options by name, each given once."""
     arrays: dict[str, np.ndarray] = {}
-    for name, path in files:
+    for name, array in given:
         if name in arrays:
             raise InputError(f"input {name!r} was given twice: give it once")
-        arrays[name] = read_array(path)
+        arrays[name] = read_array(array) if isinstance(array, Path) else array
     return arrays
 
 

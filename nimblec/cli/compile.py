@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import click
+import numpy as np
 
 from nimblec.cli import arguments, report
 from nimblec.cli.command import Command, refuse_both
@@ -58,6 +59,14 @@ from nimblert.files import schema
     metavar="NAME",
     help="An input whose zeros mask elements of the others, such as attention_mask: calls are padded along its "
     "dimensions if results agree. Repeatable.",
+)
+@click.option(
+    "--constant",
+    "constants",
+    type=arguments.Constant(),
+    multiple=True,
+    help="Make an input of an ONNX model a constant: rate=16000, use_cache=false, scales=1,2, mask=mask.npy. The plan "
+    "has no such input, and of a branch that it chooses only the one taken. Repeatable.",
 )
 @click.option(
     "--example",
@@ -141,6 +150,7 @@ def compile_model(
     inputs: tuple[InputSpec, ...],
     dims: tuple[tuple[str, tuple[int, ...]], ...],
     pad_masks: tuple[str, ...],
+    constants: tuple[tuple[str, Path | np.ndarray], ...],
     examples: tuple[tuple[str, Path], ...],
     level: int | None,
     precision: Precision,
@@ -178,8 +188,9 @@ def compile_model(
     """
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
-    _refuse_overwriting(output, (Path(model), *filter(None, (timing_cache,)), *(file for _, file in examples)))
-    arrays = arguments.read_arrays(examples)
+    files = (given for _, given in (*constants, *examples) if isinstance(given, Path))
+    _refuse_overwriting(output, (Path(model), *filter(None, (timing_cache,)), *files))
+    values, arrays = arguments.read_arrays(constants), arguments.read_arrays(examples)
     suffix = Path(model).suffix.lower()
     is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
     if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
@@ -200,6 +211,7 @@ def compile_model(
         inputs=inputs,
         dims=dims,
         pad_masks=pad_masks,
+        constants=tuple(values.items()),
         examples=tuple(arrays.items()),
         level=level,
         precision=precision,

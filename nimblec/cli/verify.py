@@ -4,7 +4,9 @@ from itertools import chain
 from pathlib import Path
 
 import click
+import numpy as np
 
+from nimblec.cli import arguments
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo
 from nimblec.verify import verification
@@ -22,6 +24,13 @@ from nimblert.errors import PlanError
     help="Also run the ONNX file through ONNX Runtime on the CPU, and compare.",
 )
 @click.option(
+    "--constant",
+    "constants",
+    type=arguments.Constant(),
+    multiple=True,
+    help="With --against: as PLAN was compiled with. Repeatable.",
+)
+@click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     metavar="R",
@@ -37,7 +46,13 @@ from nimblert.errors import PlanError
     help="With --against: the seed of the inputs.  [default: 0]",
 )
 def verify_plan(
-    plan: Path, model: Path | None, tolerance: float | None, entry: str | None, per_node: bool, seed: int | None
+    plan: Path,
+    model: Path | None,
+    constants: tuple[tuple[str, Path | np.ndarray], ...],
+    tolerance: float | None,
+    entry: str | None,
+    per_node: bool,
+    seed: int | None,
 ) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
@@ -65,10 +80,17 @@ def verify_plan(
         from nimblec.verify import against  # brings in onnx and ONNX Runtime
 
         allowed = against.TOLERANCE if tolerance is None else tolerance
-        wanted = against.Against(model=model, entry=entry, tolerance=allowed, per_node=per_node, seed=seed or 0)
+        wanted = against.Against(
+            model=model,
+            constants=tuple(arguments.read_arrays(constants).items()),
+            entry=entry,
+            tolerance=allowed,
+            per_node=per_node,
+            seed=seed or 0,
+        )
         checks = chain(checks, against.compare(plan, wanted))
-    elif per_node or tolerance is not None or seed is not None or entry is not None:
-        raise click.UsageError("--tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
+    elif constants or per_node or tolerance is not None or seed is not None or entry is not None:
+        raise click.UsageError("--constant, --tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
     failed = []
     for check in checks:
         for sentence in check.sentences:

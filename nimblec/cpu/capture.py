@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,7 @@ from nimblec.cpu.unchanged import unchanged
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
-from nimblec.frontend.onnx.examples import check_examples
+from nimblec.frontend.onnx.input_arrays import check_examples, make_constant
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.options import InputSpec, NamedInput
 from nimblec.places import Phase
@@ -48,13 +48,16 @@ def read(
     examples: Sequence[InputSpec] = (),
     profile: Profile = (),
     named: Sequence[NamedInput] = (),
+    constants: Iterable[tuple[str, np.ndarray]] = (),
 ) -> ModelProto:
     """The model in a file, checked, with static input shapes; its external data stay in their files.
 
     ``examples`` describe arrays for its inputs, of any size in the dimensions that ``profile`` sizes; ``inputs``
-    take precedence. ``named`` give names to dimensions that have none. An `If` whose condition is known is replaced by its branch.
+    take precedence. ``named`` give names to dimensions that have none, ``constants`` values to inputs, which then are
+    none. An `If` whose condition is known is replaced by its branch.
     """
     loaded = model_file.load(path, external_data=False)
+    make_constant(loaded, constants)
     model_shapes.name_dimensions(loaded, named)
     check_examples(loaded, examples)
     given = {spec.name for spec in inputs}

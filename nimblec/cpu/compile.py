@@ -152,7 +152,9 @@ def _read(
     """The model of a program; ``exported`` where it is not a file of the user."""
     path = Path(source.model) if exported is None else exported.path
     if exported is None or exported.is_dynamic:
-        proto = capture.read(path, options.inputs, options.dims, _examples(options), profile, options.named_inputs)
+        proto = capture.read(
+            path, options.inputs, options.dims, _examples(options), profile, options.named_inputs, options.constants
+        )
     else:
         proto = capture.read(path)
     state = () if exported is None else exported.state

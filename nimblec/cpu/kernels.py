@@ -38,7 +38,8 @@ _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
 
 _UNROLLED = ": unroll it, or compile for --target cuda, which unrolls it if the number of steps is known"
 _WITHOUT_BODIES = {
-    "If": ": compute both branches before it, and select by Where; a constant condition needs no If",
+    "If": ": compute both branches before it, and select by Where, or make the input that chooses one a constant by "
+    "--constant",
     "Loop": _UNROLLED,
     "Scan": _UNROLLED,
 }

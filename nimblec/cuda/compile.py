@@ -38,12 +38,7 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
 
 
 def _request(folder: Path, source: Source, options: Options, output: Path) -> CompileRequest:
-    """The request, whose example arrays are written to ``folder``."""
-    examples = None
-    if options.examples:
-        examples = folder / "examples.npz"
-        arrays: dict[str, Any] = dict(options.examples)
-        np.savez(examples, **arrays)
+    """The request, whose arrays are written to ``folder``."""
     return CompileRequest(
         source=source,
         inputs=options.inputs,
@@ -51,7 +46,8 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         dims=options.dims,
         sizes=options.sizes,
         pad_masks=options.pad_masks,
-        examples=examples,
+        constants=_written(folder / "constants.npz", options.constants),
+        examples=_written(folder / "examples.npz", options.examples),
         output=output,
         level=DEFAULT_LEVEL if options.level is None else options.level,
         precision=options.precision,
@@ -63,6 +59,15 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         timing_cache=options.timing_cache,
         sys_path=tuple(p for p in sys.path if p),
     )
+
+
+def _written(path: Path, arrays: tuple[tuple[str, np.ndarray], ...]) -> Path | None:
+    """The file of the arrays; None for none."""
+    if not arrays:
+        return None
+    by_name: dict[str, Any] = dict(arrays)
+    np.savez(path, **by_name)
+    return path
 
 
 _STDERR = 2

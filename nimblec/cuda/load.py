@@ -64,6 +64,7 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
             specs=options.inputs,
             named=options.named_inputs,
             dims=options.dims,
+            constants=options.constants,
             examples=dict(options.examples),
             profile=profile,
             weigh=weigh,
@@ -73,12 +74,16 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
 
 
 def _options(request: CompileRequest) -> Options:
-    """The options of the request that determine the sizes of inputs."""
-    examples = () if request.examples is None else tuple(np.load(request.examples).items())
+    """The options of the request that determine the inputs and their sizes."""
     return Options(
         inputs=request.inputs,
         named_inputs=request.named_inputs,
         dims=request.dims,
         sizes=request.sizes,
-        examples=examples,
+        constants=_arrays(request.constants),
+        examples=_arrays(request.examples),
     )
+
+
+def _arrays(path: Path | None) -> tuple[tuple[str, np.ndarray], ...]:
+    return () if path is None else tuple(np.load(path).items())

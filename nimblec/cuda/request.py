@@ -14,8 +14,8 @@ from nimblec.source import Source
 class CompileRequest:
     """A compilation for the CUDA target. The other fields are those of `nimblec.options.Options`.
 
-    ``source`` holds no object of the requesting process, ``examples`` is an .npz file of the arrays, and ``output`` the
-    plan file to write. ``sys_path`` comes first in the module search path of the capture process.
+    ``source`` holds no object of the requesting process, ``constants`` and ``examples`` are .npz files of the arrays,
+    and ``output`` the plan file to write. ``sys_path`` comes first in the module search path of the capture process.
     """
 
     source: Source
@@ -24,6 +24,7 @@ class CompileRequest:
     dims: tuple[tuple[str, int], ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...]
     pad_masks: tuple[str, ...]
+    constants: Path | None
     examples: Path | None
     output: Path
     level: int
@@ -51,6 +52,7 @@ class CompileRequest:
             dims=tuple((name, size) for name, size in found["dims"]),
             sizes=tuple((name, tuple(sizes)) for name, sizes in found["sizes"]),
             pad_masks=tuple(found["pad_masks"]),
+            constants=None if found["constants"] is None else Path(found["constants"]),
             examples=None if found["examples"] is None else Path(found["examples"]),
             output=Path(found["output"]),
             level=found["level"],

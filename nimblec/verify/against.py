@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nimblec.cpu.branches import take_branches
 from nimblec.cpu.reference import read_nodes, run_reference, run_values
 from nimblec.difference import difference
 from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
+from nimblec.frontend.onnx.input_arrays import make_constant
 from nimblec.options import InputSpec
 from nimblec.verify.node_values import NodeComparison, compare_nodes
 from nimblec.verify.verification import Check, Result, check_name
@@ -28,9 +30,13 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """The model to compare a plan with, and the settings; ``entry`` is needed where the plan has several."""
+    """The model to compare a plan with, and the settings; ``entry`` is needed where the plan has several.
+
+    ``constants`` are the values of inputs that are constants in the plan.
+    """
 
     model: Path
+    constants: tuple[tuple[str, np.ndarray], ...] = ()
     entry: str | None = None
     tolerance: float = TOLERANCE
     per_node: bool = False
@@ -45,6 +51,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
     """
     plan = container.read(path)
     model = model_file.load(against.model, external_data=False)
+    make_constant(model, against.constants)
     for program in _of_entry(path, plan, against.entry):
         for problem in _misfits(program, model):
             raise PlanError(f"{path}: was not compiled from {against.model}: {problem}")
@@ -67,6 +74,7 @@ def _compare(plan: Plan, executable: Executable, model: "ModelProto", against: A
     program, folder = executable.program, against.model.parent
     specs = [InputSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in program.inputs]
     fixed = model_shapes.fix_shapes(model, specs)
+    take_branches(fixed, folder)
     nodes = read_nodes(fixed)
     model_nodes.clear_repeated_names(fixed)
     inputs = golden.draw_inputs(program, against.seed)
@@ -120,8 +128,10 @@ def _describe(compared: NodeComparison, tolerance: float) -> Iterator[str]:
 def _misfits(program: Program, model: "ModelProto") -> Iterator[str]:
     """Signs that a plan was not made from a model."""
     inputs = {tensor.name: tensor for tensor in model_file.inputs(model)}
-    if {tensor.name for tensor in program.inputs} != set(inputs):
-        yield f"its inputs are {_names(t.name for t in program.inputs)}, the model's {_names(inputs)}"
+    found = {tensor.name for tensor in program.inputs}
+    if found != set(inputs):
+        advice = ": give those that it has as constants by --constant" if found < set(inputs) else ""
+        yield f"its inputs are {_names(t.name for t in program.inputs)}, the model's {_names(inputs)}{advice}"
         return
     for tensor in program.inputs:
         declared = inputs[tensor.name]

@@ -46,13 +46,16 @@ def test_each_option_is_in_the_key(model: Path, options: Options, name: str) -> 
     assert key_of(model, replace(options, **{name: CHANGES[name]})) != key_of(model, options)
 
 
+ARRAYS = ("constants", "examples")
+
+
 def test_no_option_is_forgotten() -> None:
     """A new option is in the key by itself, and wants a line above."""
-    assert {field.name for field in fields(Options)} == {*CHANGES, "target", "examples", "timing_cache", "plan_cache"}
+    assert {field.name for field in fields(Options)} == {*CHANGES, *ARRAYS, "target", "timing_cache", "plan_cache"}
 
 
 X = np.arange(32, dtype=np.int32).reshape(4, 8)
-EXAMPLES = [
+GIVEN: list[Any] = [
     (),
     (("x", X),),
     (("y", X),),
@@ -63,13 +66,16 @@ EXAMPLES = [
 ]
 
 
-def test_examples_are_in_the_key_and_where_caches_lie_is_not(tmp_path: Path, model: Path, options: Options) -> None:
-    keys = {key_of(model, replace(options, examples=examples)) for examples in EXAMPLES}
-    assert len(keys) == len(EXAMPLES)
+@pytest.mark.parametrize("option", ARRAYS)
+def test_arrays_are_in_the_key_and_where_caches_lie_is_not(
+    tmp_path: Path, model: Path, options: Options, option: str
+) -> None:
+    keys = {key_of(model, replace(options, **{option: given})) for given in GIVEN}
+    assert len(keys) == len(GIVEN)
     elsewhere = replace(options, timing_cache=tmp_path / "other.json", plan_cache=tmp_path / "other")
     assert key_of(model, elsewhere) == key_of(model, options) is not None
-    copied = replace(options, examples=(("x", X.copy()),))
-    assert key_of(model, copied) == key_of(model, replace(options, examples=(("x", X),)))
+    same, copied = (replace(options, **{option: (("x", array),)}) for array in (X, X.copy()))
+    assert key_of(model, copied) == key_of(model, same)
 
 
 @pytest.mark.parametrize("name", ["m.onnx", "weights.bin"])

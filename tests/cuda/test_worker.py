@@ -138,6 +138,7 @@ def compiled(
         dims=(),
         sizes=(),
         pad_masks=(),
+        constants=None,
         examples=None,
         output=folder / "plan",
         level=level,

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from nimblec.frontend.onnx import model_file, model_shapes
-from nimblec.frontend.onnx.examples import check_examples
 from nimblec.frontend.onnx.importer import OnnxInput, Weigh, import_model
+from nimblec.frontend.onnx.input_arrays import check_examples, make_constant
 from nimblec.frontend.pytorch.model import TorchModel
 from nimblec.frontend.pytorch.tensors import as_tensor, resized
 from nimblec.options import InputSpec, NamedInput
@@ -22,18 +22,20 @@ def load_onnx(
     specs: tuple[InputSpec, ...] = (),
     named: tuple[NamedInput, ...] = (),
     dims: tuple[tuple[str, int], ...] = (),
+    constants: tuple[tuple[str, np.ndarray], ...] = (),
     examples: Mapping[str, np.ndarray] | None = None,
     profile: Profile = (),
     weigh: Weigh | None = None,
 ) -> TorchModel:
     """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
-    ``named`` gives names to dimensions that have none. ``specs`` and ``dims`` give sizes to dynamic dimensions, of one
-    input and by name, and so does the ``profile``, to whose sizes examples are repeated or cut. ``weigh`` gives other
-    tensors for its weights.
+    ``constants`` take the place of inputs. ``named`` gives names to dimensions that have none. ``specs`` and ``dims``
+    give sizes to dynamic dimensions, of one input and by name, and so does the ``profile``, to whose sizes examples are
+    repeated or cut. ``weigh`` gives other tensors for its weights.
     """
     given = dict(examples or {})
     loaded = model_file.load(path)
+    make_constant(loaded, constants)
     model_shapes.name_dimensions(loaded, named)
     check_examples(loaded, [InputSpec(name=n, shape=a.shape, dtype=a.dtype.name) for n, a in given.items()])
     shown = (InputSpec(name=name, shape=array.shape) for name, array in given.items())
