@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,11 +20,10 @@ from onnx import ModelProto, TensorProto
 
 from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
+from nimblec.cpu.optimizer_process import RefusedError
+from nimblec.cpu.optimizing import save_optimized
 from nimblec.errors import CompileError, UnsupportedModelError
-from nimblert.cpu.onnx_session import NO_PACKED_COPIES, onnxruntime, runtime_errors, session_options
-
-_INLINE_NBYTES = 1024
-"""Smaller initializers stay in the protobuf of the saved model."""
+from nimblert.cpu.onnx_session import onnxruntime
 
 SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
 """Operators whose results follow from static shapes."""
@@ -45,12 +43,11 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
     ``folder`` is where the model's external data are, if it has any. ``scratch_folder`` has room
     for a copy of the weights, which lives as long as the arrays of the result.
     """
-    level = onnxruntime().GraphOptimizationLevel
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
-        optimized = _optimize(model, folder, Path(scratch, "once"), level.ORT_ENABLE_ALL)
+        optimized = _optimize(model, folder, Path(scratch, "once"), "ORT_ENABLE_ALL")
         if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
             # The basic level adds no fusions that a plain session would lack.
-            optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), level.ORT_ENABLE_BASIC)
+            optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), "ORT_ENABLE_BASIC")
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
         optimized.graph.initializer.extend(dense)
         del optimized.graph.sparse_initializer[:]
@@ -62,7 +59,7 @@ def folded(model: ModelProto, folder: Path, names: Collection[str]) -> dict[str,
     """Those of the outputs ``names`` of ``model`` that are the same in every run, as the optimiser finds out."""
     with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
         path = Path(scratch)
-        made = _optimize(model, folder, path / "folded", onnxruntime().GraphOptimizationLevel.ORT_ENABLE_BASIC)
+        made = _optimize(model, folder, path / "folded", "ORT_ENABLE_BASIC")
         return {name: array for name, array in read_arrays(made, path).items() if name in names}
 
 
@@ -70,25 +67,17 @@ _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d
 """Part of ONNX Runtime's message about a newer opset."""
 
 
-def _optimize(model: ModelProto, folder: Path, path: Path, level: Any) -> ModelProto:
+def _optimize(model: ModelProto, folder: Path, path: Path, level: str) -> ModelProto:
     """The optimised model that a session of ``model`` saves at ``path``, its large data in a file beside it."""
     ort = onnxruntime()
-    options = session_options()
-    options.graph_optimization_level = level
-    options.optimized_model_filepath = str(path)
-    options.add_session_config_entry(*NO_PACKED_COPIES)
-    read_external_data_from(folder, options)
     weights = path.with_suffix(".weights")
-    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", weights.name)
-    options.add_session_config_entry(
-        "session.optimized_model_external_initializers_min_size_in_bytes", str(_INLINE_NBYTES)
-    )
+    places = {"folder": str(folder.resolve()), "path": str(path.absolute()), "weights": weights.name}
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except runtime_errors() as exc:
+        save_optimized(model.SerializeToString(), level=level, **places)
+    except RefusedError as exc:
         if weights.exists():  # it accepted the model and began to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
-        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(exc, model)}") from exc
+        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(str(exc), model)}") from exc
     return onnx.load(path, load_external_data=False)
 
 
@@ -97,9 +86,9 @@ _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: cons
 """The place in ONNX Runtime's source where an error was raised: a file and a function's signature."""
 
 
-def _refusal(exc: Exception, model: ModelProto) -> str:
+def _refusal(words: str, model: ModelProto) -> str:
     """The part of an ONNX Runtime error that concerns the model."""
-    said = _PLACE.sub("", _CODE.sub("", str(exc)))
+    said = _PLACE.sub("", _CODE.sub("", words))
     if newest := _NEWEST_OPSET.search(said):
         return f"refuses the model: it supports opsets of {newest[1]} up to {newest[2]}: export it for one of these"
     if "Could not find an implementation" not in said:
@@ -109,8 +98,3 @@ def _refusal(exc: Exception, model: ModelProto) -> str:
     if any(value.type.tensor_type.elem_type == TensorProto.BFLOAT16 for value in model.graph.input):
         advice = ": its CPU kernels take float32 rather than bfloat16: convert the model, or compile for --target cuda"
     return f"has no CPU kernel for {node}{advice}"
-
-
-def read_external_data_from(folder: Path, options: Any) -> None:
-    """Let a session that is opened on bytes find its external data in ``folder``."""
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))

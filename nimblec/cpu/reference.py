@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from onnx import ModelProto, ValueInfoProto
 
-from nimblec.cpu import optimizer
 from nimblec.cpu.kernels import symbol
+from nimblec.cpu.optimizer_process import EXTERNAL_DATA_FOLDER
 from nimblec.errors import CompileError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_nodes
@@ -112,7 +112,7 @@ def _run(
     options.log_severity_level = 4  # failures come as exceptions
     if threads is not None or _steps_by_computed_weights(model):
         options.intra_op_num_threads = threads or 1
-    optimizer.read_external_data_from(folder, options)
+    options.add_session_config_entry(EXTERNAL_DATA_FOLDER, str(folder.resolve()))
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         results: list[Any] = session.run(None, dict(inputs))

@@ -1,0 +1,94 @@
+"""ONNX Runtime's optimiser in a process of its own: its crash, its refusals and its end."""
+
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import floats, write_model
+from onnx import helper
+
+import nimblec
+from nimblec.cpu import optimizer_process, optimizing
+from nimblec.errors import CompileError, UnsupportedModelError
+from nimblert import executable
+
+node = helper.make_node
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "m.onnx", [node("Neg", ["x"], ["y"])], [floats("x", 3)], [floats("y", 3)])
+
+
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
+    """Let the process run another script."""
+    (folder / "script.py").write_text(script)
+    monkeypatch.setattr(optimizer_process, "__file__", str(folder / "script.py"))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import os; input(); os.kill(os.getpid(), 11)", r"crashed on this model \(SIGSEGV\): if an input chooses"),
+        ("import os; input(); os.abort()", r"crashed on this model \(SIGABRT\): if an"),
+        ("import os; os.kill(os.getpid(), 9)", r"was killed \(SIGKILL\), most often for lack of memory: free some"),
+        ("raise SystemExit(3)", "ended with status 3: if an"),
+    ],
+)
+def test_the_end_of_the_process_is_told(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    started(monkeypatch, tmp_path, script)
+    with pytest.raises(CompileError, match=f"^ONNX Runtime's optimiser {said}"):
+        nimblec.compile(path, target="cpu")
+
+
+def test_a_large_model_for_a_process_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a pipe holds."""
+    weights = {"w": np.ones(1 << 20, np.float32)}
+    nodes = [node("Mul", ["x", "w"], ["y"])]
+    path = write_model(tmp_path / "m.onnx", nodes, [floats("x", 1)], [floats("y", 1 << 20)], constants=weights)
+    started(monkeypatch, tmp_path, "")
+    with pytest.raises(CompileError, match="ended with status 0"):
+        nimblec.compile(path, target="cpu")
+
+
+def test_lack_of_memory_is_told(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, tmp_path, 'input(); print(\'{"MemoryError": "bad allocation"}\', flush=True); input()')
+    with pytest.raises(CompileError, match="the model needs more memory than there is: bad allocation"):
+        nimblec.compile(path, target="cpu")
+
+
+def test_a_process_refuses_a_model_and_takes_the_next(path: Path) -> None:
+    bad = write_model(
+        path.with_name("bad.onnx"), [node("MatMul", ["x", "x"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 2)]
+    )
+    with optimizing.own_process():
+        process = optimizing._current.get()
+        assert process is not None
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=r"refuses the model: .*Incompatible dimensions"):
+                compile_here(bad)
+            with executable.load(compile_here(path)) as model:
+                assert model(np.ones(3, np.float32)).tolist() == [-1, -1, -1]
+        assert process._process.poll() is None
+    assert process._process.poll() == -signal.SIGKILL
+    assert optimizing._current.get() is None
+
+
+def compile_here(path: Path) -> Any:
+    """A plan, with the optimiser in the process of the block around."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizing, "own_process", contextlib.nullcontext)
+        return nimblec.compile(path, target="cpu", plan_cache=None)
+
+
+def test_nothing_of_nimblec_is_imported_by_the_process() -> None:
+    """It would take longer to start."""
+    lines = Path(optimizer_process.__file__).read_text().splitlines()
+    imports = [line.split()[1] for line in lines if line.startswith(("import ", "from "))]
+    assert {name.partition(".")[0] for name in imports} <= sys.stdlib_module_names
