@@ -38,7 +38,7 @@ _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
 
 _UNROLLED = ": unroll it, or compile for --target cuda, which unrolls it if the number of steps is known"
 _WITHOUT_BODIES = {
-    "If": ": compute both branches before it, and select by Where, or make the input that chooses one a constant by "
+    "If": ": compute both branches before it, and select by Where; if an input chooses one, make it a constant by "
     "--constant",
     "Loop": _UNROLLED,
     "Scan": _UNROLLED,

@@ -92,7 +92,8 @@ def _refusal(words: str, model: ModelProto) -> str:
     if newest := _NEWEST_OPSET.search(said):
         return f"refuses the model: it supports opsets of {newest[1]} up to {newest[2]}: export it for one of these"
     if "Could not find an implementation" not in said:
-        return f"refuses the model: {said}"
+        advice = ": if an input chooses the branch, make it a constant by --constant" if "Op (If)" in said else ""
+        return f"refuses the model: {said.rstrip()}{advice}"
     node = said.partition("implementation for ")[2] or said
     advice = ""
     if any(value.type.tensor_type.elem_type == TensorProto.BFLOAT16 for value in model.graph.input):
