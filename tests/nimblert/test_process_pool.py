@@ -203,7 +203,7 @@ def test_large_arrays_are_copied_beside_small_calls() -> None:
         at_once(8, calls)
         with stopped(pool), ThreadPoolExecutor(4) as threads:
             lost = [threads.submit(pool.run, arrays(0, "large"), entry="large") for _ in range(4)]
-            until(lambda: len(pool._dispatcher._unanswered) == 4)
+            until(lambda: len(pool._dispatcher._sent) == 4)
             for pid in pids(pool):
                 os.kill(pid, signal.SIGKILL)
             assert all("was ended by SIGKILL during this call" in str(call.exception(20)) for call in lost)
@@ -351,6 +351,9 @@ def test_errors_keep_class_and_text(error: Exception) -> None:
     found = error_of(error_message(error))
     assert (type(found), str(found)) == (type(error), str(error))
     assert str(error_of(error_message(ZeroDivisionError("x" * 10**6)))).startswith("ZeroDivisionError: xxx")
+    with pytest.raises(MemoryError) as numpys:
+        np.empty(1 << 50)
+    assert isinstance(error_of(error_message(numpys.value)), MemoryError)
     assert len(error_message(InputError("\U0001f600" * 10**6))) < LONGEST_NBYTES
 
 

@@ -319,6 +319,49 @@ def test_a_message_that_cannot_be_sent_is_no_lost_device(path: Path, monkeypatch
         assert pool(X).shape == (4,)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("broken", ["_receive", "_begin_waiting"])
+def test_an_error_of_the_pool_itself_keeps_nobody_waiting(
+    path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    pool = pool_of(path, 1, 1)
+    with ThreadPoolExecutor(3) as threads:
+        with stopped(pool):
+            calls = [threads.submit(pool, X) for _ in range(3)]
+            until(lambda: len(pool._dispatcher.waiting) == 2)
+            monkeypatch.setattr(pool._dispatcher, broken, fail)
+        ends = [str(call.exception(20)) for call in calls]
+    assert set(ends[1:]) == {"this pool is closed: load the plan again"}
+    assert ends[0] == (ends[1] if broken == "_receive" else "None")
+    pool.close()
+    assert gone(pids(pool)[0])
+
+
+def test_a_handler_may_call_a_pool_that_has_lost_its_devices(path: Path) -> None:
+    code = """
+pool.close()
+pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=1, **options)
+def lost(*_):
+    try:
+        pool(x)
+    except nimblert.DeviceLostError:
+        return True
+signal.signal(signal.SIGALRM, lost)
+os.kill(pool._all[0]._popen.pid, signal.SIGKILL)
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    assert lost()
+signal.setitimer(signal.ITIMER_REAL, 0)
+print("lost")
+"""
+    with child(path, code) as done:
+        assert answered(done) == ["lost"]
+
+
 def test_standard_streams_may_be_closed(path: Path) -> None:
     code = "pool.refit({name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()}); pool(x)"
     with child(path, code, preexec_fn=partial(os.close, 0)) as done:

@@ -201,11 +201,12 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 
 def error_message(exc: Exception) -> bytes:
     """An error as a message, of which `error_of` makes one of the same class and text in another process."""
-    if not isinstance(exc, NimbleError | MemoryError):
-        return error_message(NimbleError(f"{type(exc).__name__}: {exc}"))
+    kind = MemoryError if isinstance(exc, MemoryError) else type(exc)  # numpy's is a class of its own
+    if kind is not MemoryError and getattr(errors, kind.__name__, None) is not kind:
+        return error_message(NimbleError(f"{kind.__name__}: {exc}"))
     text = str(exc)[:_LONGEST_TEXT]
     given = [exc.api, exc.result] if isinstance(exc, CudaError) else [text]
-    return json.dumps([type(exc).__name__, *given]).encode()
+    return json.dumps([kind.__name__, *given]).encode()
 
 
 def error_of(message: bytes) -> Exception:

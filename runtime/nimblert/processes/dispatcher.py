@@ -6,6 +6,7 @@ times in a call: 64 threads that call two GPUs make half as many calls a second.
 
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ _LARGE_NBYTES = 1 << 20
 """The arrays of calls with more bytes are copied by further threads, so that other calls need not wait for that."""
 
 _COPIERS = 4
+
+_LOOK_S = 0.001
+"""How often a thread looks whether it is known how the last process has ended."""
 
 _Then: TypeAlias = Callable[[Any, Exception | None], None]
 """Takes a result, or the error that came instead."""
@@ -79,13 +83,15 @@ class Dispatcher:
         self._idle: list[None] = []
         """Not empty while the thread waits, or is about to, and could begin a call: who then has one rings, and empties
         it. Each wait has a list of its own, so that an interrupted caller cannot empty that of a later one."""
-        self._in_flight = 0
         self._lock = threading.RLock()
         """Taken by ``with``, and not that of the condition: no exception of a signal handler leaves it locked."""
         self._changed = threading.Condition(self._lock)
-        self._unanswered: dict[Slot, Call] = {}
-        self._lost: list[tuple[Slot, Call]] = []
-        """Calls whose process has ended, until it is known how."""
+        self._calls: dict[Slot, Call] = {}
+        """Those in flight."""
+        self._sent: set[Slot] = set()
+        """The slots whose calls have no answer yet."""
+        self._lost: set[Slot] = set()
+        """The slots whose process has ended during the call, until it is known how."""
         bell, heard = ends()
         self._bell, self._heard = Channel(bell), Channel(heard)
         self._slots = {slot.channel.file: slot for process in processes for slot in process.slots}
@@ -114,6 +120,8 @@ class Dispatcher:
         """Raise InputError where the pool is closed, DeviceLostError where no device is left."""
         if self._holder == threading.get_ident():
             raise InputError("this pool can no longer be used: the interpreter is shutting down")
+        while not (self.processes or self._are_known()):
+            time.sleep(_LOOK_S)  # without a lock, as a signal handler may come here, too
         error = self._refusal()
         if error is not None:
             raise error
@@ -124,7 +132,7 @@ class Dispatcher:
         if self.is_closed:
             return InputError("this pool is closed: load the plan again")
         if not self.processes:
-            how = "; ".join(f"device {one.device}: {one.how()}" for one in self._all)
+            how = "; ".join(f"device {one.device}: {one.ended}" for one in self._all)
             return DeviceLostError(f"no device of this pool is in service ({how}): load the plan again")
         return None
 
@@ -145,7 +153,7 @@ class Dispatcher:
             self._exclusive = True
         try:
             with self._lock:
-                self._changed.wait_for(lambda: not self._in_flight)
+                self._changed.wait_for(lambda: not self._calls)
             yield
         finally:
             with self._lock:
@@ -161,7 +169,7 @@ class Dispatcher:
         self._ring()
         with self._lock:
             if self._holder is None:
-                self._changed.wait_for(lambda: not (self._in_flight or self._exclusive))
+                self._changed.wait_for(lambda: not (self._calls or self._exclusive))
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, and let none begin any more: other threads wait for ever.
@@ -170,7 +178,7 @@ class Dispatcher:
         """
         with self._lock:
             self._holder = threading.get_ident()
-            self._changed.wait_for(lambda: not self._in_flight, timeout_s)
+            self._changed.wait_for(lambda: not self._calls, timeout_s)
 
     def stop(self, then: Callable[[], object]) -> None:
         """End the thread, and call ``then``, which may close the slots; twice is harmless."""
@@ -216,9 +224,9 @@ class Dispatcher:
         """End the other threads, and whatever is left."""
         self._refuse_waiting()
         error = self._refusal()
-        for slot, call in (*self._unanswered.items(), *self._lost):
-            if error is not None:
-                self._end(slot, call, {}, error)
+        if error is not None:
+            for slot in tuple(self._calls):
+                self._end(slot, {}, error)
         for _ in range(_COPIERS):
             self._tasks.put(None)
         for channel in (self._bell, self._heard):
@@ -244,11 +252,11 @@ class Dispatcher:
                     continue
                 slot = process.free.pop()
                 process.given += 1
-                self._in_flight += 1
+                self._calls[slot] = call
             if call.layout.inputs_nbytes > _LARGE_NBYTES:
-                self._tasks.put((partial(slot.put, call.layout, call.arrays), partial(self._send, slot, call)))
+                self._tasks.put((partial(slot.put, call.layout, call.arrays), partial(self._send, slot)))
             else:
-                self._send(slot, call, *_tried(slot.put, call.layout, call.arrays))
+                self._send(slot, *_tried(slot.put, call.layout, call.arrays))
 
     def _idlest(self) -> Process | None:
         """The process with the fewest calls in flight that has a free slot; of several, that with the fewest so far."""
@@ -257,15 +265,16 @@ class Dispatcher:
             return free[0] if free else None
         return min(free, key=lambda process: (process.in_flight, process.given))
 
-    def _send(self, slot: Slot, call: Call, _: Any, error: Exception | None) -> None:
+    def _send(self, slot: Slot, _: Any, error: Exception | None) -> None:
         """Tell the process of a call whose inputs have been put."""
+        call = self._calls[slot]
         sent = False
         if error is None:
             sent, error = _tried(slot.channel.send, call.layout.message)
         if sent:
-            self._unanswered[slot] = call
+            self._sent.add(slot)
         elif error is not None:
-            self._end(slot, call, {}, error)
+            self._end(slot, {}, error)
         else:
             self._free(slot)
             self.waiting.appendleft(call)  # for another process
@@ -273,38 +282,42 @@ class Dispatcher:
 
     def _receive(self, slot: Slot) -> None:
         message = slot.channel.receive()
-        call = self._unanswered.pop(slot, None)
+        is_sent = slot in self._sent
+        self._sent.discard(slot)
         if not message:
             self._poll.unregister(slot.channel.file)
             self.lose(slot.process)
-            if call is not None:
-                self._lost.append((slot, call))
+            if is_sent:
+                self._lost.add(slot)
                 self._end_lost()
-        elif call is not None:
+        elif is_sent:
+            layout = self._calls[slot].layout
             if message != DONE:
-                self._end(slot, call, {}, error_of(message))
-            elif call.layout.outputs_nbytes > _LARGE_NBYTES:
-                self._tasks.put((partial(slot.results, call.layout), partial(self._end, slot, call)))
+                told, error = _tried(error_of, message)
+                self._end(slot, {}, error or told)
+            elif layout.outputs_nbytes > _LARGE_NBYTES:
+                self._tasks.put((partial(slot.results, layout), partial(self._end, slot)))
             else:
-                self._end(slot, call, *_tried(slot.results, call.layout))
+                self._end(slot, *_tried(slot.results, layout))
 
-    def _end(self, slot: Slot, call: Call, results: dict[str, np.ndarray] | None, error: Exception | None) -> None:
-        self._free(slot)
-        call.end(results or {}, error)
+    def _end(self, slot: Slot, results: dict[str, np.ndarray] | None, error: Exception | None) -> None:
+        self._free(slot).end(results or {}, error)
 
-    def _free(self, slot: Slot) -> None:
+    def _free(self, slot: Slot) -> Call:
+        """The call of a slot, which may take another one."""
         with self._lock:
             slot.process.free.append(slot)
-            self._in_flight -= 1
+            call = self._calls.pop(slot)
             self._changed.notify_all()
+        return call
 
     def _end_lost(self) -> None:
         """End the calls of processes of which it is known how they have ended."""
-        for slot, call in [pair for pair in self._lost if pair[0].process.ended is not None]:
-            self._lost.remove((slot, call))
+        for slot in [slot for slot in self._lost if slot.process.ended is not None]:
+            self._lost.remove(slot)
             then = "later calls go to the other devices" if self.processes else "load the plan again"
             how = f"device {slot.process.device}: {slot.process.ended} during this call: {then}"
-            self._end(slot, call, {}, DeviceLostError(how))
+            self._end(slot, {}, DeviceLostError(how))
 
     def _are_known(self) -> bool:
         """Whether no process is left, and it is known how all have ended."""
