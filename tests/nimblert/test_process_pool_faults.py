@@ -134,18 +134,111 @@ def test_who_closes_a_pool_does_not_wait_for_itself(path: Path) -> None:
     assert second == "(4,)" or second.startswith("device 0: its process ended with status 0 during this call")
 
 
-def test_an_interrupted_close_can_be_finished(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of(path, 1, 1)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("nimblert.processes.pool.end", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.close()
+CLOSINGS = """
+import faulthandler
+faulthandler.dump_traceback_later(30, exit=True)
+pool.close()
+def close_too(*_):
     pool.close()
-    assert gone(pids(pool)[0])
+for delay in [*range(5, 100, 5), *range(100, 1000, 100)]:
+    pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=1, **options)
+    signal.signal(signal.SIGALRM, close_too)
+    signal.setitimer(signal.ITIMER_REAL, delay * 1e-6)
+    pool.close()
+    signal.pause() if signal.getitimer(signal.ITIMER_REAL)[0] else None
+pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=1, **options)
+worker = pool._all[0]._popen.pid
+os.kill(worker, signal.SIGSTOP)
+threading.Thread(target=lambda: print(pool(x).shape)).start()
+while not pool._all[0].in_flight:
+    time.sleep(0.001)
+def interrupt(*_):
+    raise TimeoutError
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try:
+    pool.close()
+except TimeoutError:
+    os.kill(worker, signal.SIGCONT)
+pool.close()
+print(os.path.exists(f"/proc/{worker}"))
+"""
+
+
+def test_a_close_may_be_interrupted_by_another_and_finished_later(path: Path) -> None:
+    with child(path, CLOSINGS) as done:
+        assert answered(done) == ["(4,)", "False"]
+
+
+FINALIZERS = """
+import faulthandler, gc
+faulthandler.dump_traceback_later(30, exit=True)
+gc.disable()
+class Server:
+    def __init__(self):
+        self.pool, self.me = pool, self
+    def __del__(self):
+        try:
+            self.pool(x)
+        except nimblert.InputError as exc:
+            print(exc)
+        self.pool.close()
+Server()
+real = pool._dispatcher._begin_waiting
+def collecting():
+    gc.collect()
+    return real()
+pool._dispatcher._begin_waiting = collecting
+try:
+    print(pool(x).shape)
+except nimblert.InputError as exc:
+    print(exc)
+pool.close()
+print(gone := not os.path.exists(f"/proc/{pool._all[0]._popen.pid}"))
+"""
+
+
+def test_a_finalizer_in_the_pools_own_thread_waits_for_nothing(path: Path) -> None:
+    with child(path, FINALIZERS) as done:
+        first, *_, last = answered(done)
+    assert first.startswith("this pool cannot be used in its own thread, where the garbage collector has called")
+    assert last == "True"
+
+
+REFITS = """
+import faulthandler, random
+faulthandler.dump_traceback_later(30, exit=True)
+class Late(Exception):
+    pass
+def alarm(*_):
+    raise Late
+signal.signal(signal.SIGALRM, alarm)
+new = {name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()}
+interrupted, end = 0, time.monotonic() + 3
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3 + 2e-5)
+        try:
+            pool.refit(new)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Late:
+        interrupted += 1
+assert interrupted > 20, interrupted
+signal.signal(signal.SIGALRM, lambda *_: pool.refit(new))
+for _ in range(100):
+    signal.setitimer(signal.ITIMER_REAL, random.random() * 1e-3 + 2e-5)
+    pool.refit(new)
+signal.setitimer(signal.ITIMER_REAL, 0)
+pool(x)
+pool.close()
+print("closed")
+"""
+
+
+def test_a_refit_may_be_interrupted_and_made_by_a_handler(path: Path) -> None:
+    with child(path, REFITS) as done:
+        assert answered(done) == ["closed"]
 
 
 def test_an_error_that_ended_a_process_is_not_the_refits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,10 +444,10 @@ def lost(*_):
         return True
 signal.signal(signal.SIGALRM, lost)
 os.kill(pool._all[0]._popen.pid, signal.SIGKILL)
-signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-end = time.monotonic() + 1
-while time.monotonic() < end:
-    assert lost()
+for count in range(1000):
+    signal.setitimer(signal.ITIMER_REAL, 1e-4 + count * 1e-6)
+    for _ in range(20):
+        assert lost()
 signal.setitimer(signal.ITIMER_REAL, 0)
 print("lost")
 """

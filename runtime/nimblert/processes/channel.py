@@ -56,7 +56,8 @@ class Channel:
 
     def send(self, message: bytes) -> bool:
         """Send a message after the last one was read; False where the other process has ended."""
-        if _send(self.file, message, len(message), _FLAGS) == len(message):
+        nbytes = len(message)  # first: no other thread may close the file between its look-up and its use
+        if _send(self.file, message, nbytes, _FLAGS) == nbytes:
             return True
         number = ctypes.get_errno()
         if self.file < 0 or number in _GONE:

@@ -6,10 +6,9 @@ times in a call: 64 threads that call two GPUs make half as many calls a second.
 
 import select
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -26,66 +25,95 @@ _LARGE_NBYTES = 1 << 20
 
 _COPIERS = 4
 
-_LOOK_S = 0.001
-"""How often a thread looks whether it is known how the last process has ended."""
-
 _Then: TypeAlias = Callable[[Any, Exception | None], None]
 """Takes a result, or the error that came instead."""
 
 
-class Call:
-    """A call and, once ``done`` has been called, its outcome.
+class Task:
+    """What a caller waits for; ``is_over`` once it has an outcome, and then ``done`` is called."""
 
-    ``is_dropped``: nobody waits for it any more.
-    """
+    __slots__ = ("_done", "_error", "_result", "_waiting", "is_over")
 
-    __slots__ = ("_error", "_results", "arrays", "done", "is_dropped", "layout")
-
-    def __init__(self, layout: Layout, arrays: Sequence[Any], done: Callable[[], object]) -> None:
-        self.layout, self.arrays, self.done = layout, arrays, done
-        self.is_dropped = False
-        self._results: dict[str, np.ndarray] = {}
+    def __init__(self, done: Callable[[], object] | None = None) -> None:
+        """Without ``done`` a thread may `wait`."""
+        self.is_over = False
+        self._result: Any = None
         self._error: Exception | None = None
+        self._waiting = threading.Lock()
+        self._waiting.acquire()
+        self._done = done or self._waiting.release
 
-    def end(self, results: dict[str, np.ndarray], error: Exception | None) -> None:
-        """Tell the caller."""
-        self._results, self._error = results, error
-        self.done()
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait, once, until it is over, and return whether it is: on a lock that nobody else takes."""
+        return self._waiting.acquire(timeout=timeout_s)
 
-    def outcome(self) -> dict[str, np.ndarray]:
-        """The results, new arrays. Raises the error of the call."""
+    def end(self, result: Any, error: Exception | None) -> None:
+        """Give it its outcome."""
+        self._result, self._error = result, error
+        self.is_over = True
+        self._done()
+
+    def outcome(self) -> Any:
+        """The result. Raises the error that came instead."""
         error, self._error = self._error, None
         if error is None:
-            return self._results
+            return self._result
         try:
             raise error
         finally:
             del error  # whose traceback has this frame
 
 
+class Call(Task):
+    """A call, whose outcome is the outputs by name, new arrays. ``is_dropped``: nobody waits for it any more."""
+
+    __slots__ = ("arrays", "is_dropped", "layout")
+
+    def __init__(self, layout: Layout, arrays: Sequence[Any], done: Callable[[], object] | None = None) -> None:
+        super().__init__(done)
+        self.layout, self.arrays = layout, arrays
+        self.is_dropped = False
+
+
+class Exclusive(Task):
+    """A function to be called while no call is in flight; what it returns is the outcome."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+
 class Dispatcher:
     """Gives each call to the process with the fewest in flight, in the order in which they came.
 
-    Only its own thread speaks to the slots, until `stop`. No thread holds a lock while it waits for a call, so that a
-    signal handler may use the pool.
+    A thread of its own has all the state, and speaks to the slots. Other threads leave it tasks, and wait for these:
+    they take no lock, so that a signal handler may do what the code that it interrupts was about.
     """
 
-    def __init__(self, processes: Sequence[Process]) -> None:
-        """Raises InputError where this process may not have so many files."""
+    def __init__(self, processes: Sequence[Process], then: Callable[[], object]) -> None:
+        """``then`` is called at the end, and may close the slots.
+
+        Raises InputError where this process may not have so many files.
+        """
         self.processes = self._all = tuple(processes)
         """Those in service."""
         self.waiting: deque[Call] = deque()
         """The calls that have not begun."""
         self.is_closed = False
-        self._exclusive = self._stopped = False
+        self._then = then
+        self._stopped = self._is_over = False
         self._holder: int | None = None
-        self._then: Callable[[], object] | None = None
+        self._exclusive: deque[Exclusive] = deque()
+        """Those that wait, and the one that has begun, which is the first."""
+        self._is_exclusive = False
+        """Whether one has begun."""
+        self._ends: deque[Task] = deque()
+        """What waits for the end."""
         self._idle: list[None] = []
         """Not empty while the thread waits, or is about to, and could begin a call: who then has one rings, and empties
         it. Each wait has a list of its own, so that an interrupted caller cannot empty that of a later one."""
-        self._lock = threading.RLock()
-        """Taken by ``with``, and not that of the condition: no exception of a signal handler leaves it locked."""
-        self._changed = threading.Condition(self._lock)
         self._calls: dict[Slot, Call] = {}
         """Those in flight."""
         self._sent: set[Slot] = set()
@@ -99,114 +127,101 @@ class Dispatcher:
         for file in (self._heard.file, *self._slots):
             self._poll.register(file, select.EPOLLIN)
         self._posted: deque[Callable[[], None]] = deque()
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], _Then] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="nimblert-pool", daemon=True)
-        copiers = [threading.Thread(target=self._copy, name="nimblert-pool-copy", daemon=True) for _ in range(_COPIERS)]
-        for thread in (self._thread, *copiers):
-            thread.start()
+        self._copies: SimpleQueue[tuple[Callable[[], Any], _Then] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name="nimblert-pool", daemon=True)]
+        for _ in range(_COPIERS):
+            self._threads.append(threading.Thread(target=self._copy, name="nimblert-pool-copy", daemon=True))
+        started = 0
+        try:
+            for thread in self._threads:
+                thread.start()
+                started += 1
+        except BaseException:
+            self._then = tuple
+            self._stopped = True
+            self._ring() if started else self._finish()
+            raise
 
-    def submit(self, call: Call) -> None:
-        """Have a call made. Raises InputError where the pool is closed, DeviceLostError where no device is left."""
-        self.check()
-        self.waiting.append(call)
-        idle = self._idle
-        if self._stopped:
-            self._refuse_waiting()
-        elif idle or self.is_closed or not self.processes:
-            self._ring()
-            idle.clear()
-
-    def check(self) -> None:
-        """Raise InputError where the pool is closed, DeviceLostError where no device is left."""
+    def submit(self, task: Call | Exclusive) -> None:
+        """Have something done. Raises InputError where the pool is closed."""
         if self._holder == threading.get_ident():
             raise InputError("this pool can no longer be used: the interpreter is shutting down")
-        while not (self.processes or self._are_known()):
-            time.sleep(_LOOK_S)  # without a lock, as a signal handler may come here, too
-        error = self._refusal()
-        if error is not None:
-            raise error
-
-    def _refusal(self) -> NimbleError | None:
-        if self._holder is not None:
-            return None  # calls wait
-        if self.is_closed:
-            return InputError("this pool is closed: load the plan again")
-        if not self.processes:
-            how = "; ".join(f"device {one.device}: {one.ended}" for one in self._all)
-            return DeviceLostError(f"no device of this pool is in service ({how}): load the plan again")
-        return None
+        if self.is_closed and self._holder is None:
+            raise _closed()
+        if self._is_within():
+            raise InputError(
+                "this pool cannot be used in its own thread, where the garbage collector has called a finalizer: do "
+                "what it does before the object is dropped"
+            )
+        queue: deque[Any] = self.waiting if isinstance(task, Call) else self._exclusive
+        queue.append(task)
+        idle = self._idle
+        if idle or self.is_closed or not self.processes or queue is self._exclusive:
+            self._ring()
+            idle.clear()
+        if self._stopped and self._holder is None:
+            with suppress(ValueError):  # it was refused
+                queue.remove(task)
+                raise _closed()
 
     def lose(self, process: Process) -> None:
         """Give a process no more calls; it ends if it has not."""
-        with self._lock:
-            if process not in self.processes:
-                return
-            self.processes = tuple(other for other in self.processes if other is not process)
-        self._tasks.put((process.how, lambda *_: self._end_lost()))
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait for the calls in flight, and let no more begin until the block ends. Raises as `check` does."""
-        with self._lock:
-            self._changed.wait_for(lambda: self.is_closed or not self._exclusive)
-            self.check()
-            self._exclusive = True
-        try:
-            with self._lock:
-                self._changed.wait_for(lambda: not self._calls)
-            yield
-        finally:
-            with self._lock:
-                self._exclusive = False
-                self._changed.notify_all()
-            self._ring()
+        self._post(partial(self._lose, process))
 
     def close(self) -> None:
-        """Wait for the calls in flight; later ones raise InputError, and so do those that have not begun."""
-        with self._lock:
-            self.is_closed = True
-            self._changed.notify_all()
-        self._ring()
-        with self._lock:
-            if self._holder is None:
-                self._changed.wait_for(lambda: not (self._calls or self._exclusive))
+        """Wait for the calls in flight, and end; later ones raise InputError, and so do those that have not begun."""
+        self.is_closed = True
+        self._wait_for_end()
 
     def hold(self, timeout_s: float) -> None:
-        """Wait for the calls in flight, and let none begin any more: other threads wait for ever.
+        """Wait for the calls in flight, let none begin any more, and end: other threads wait for ever.
 
         This one, which ends the interpreter, is refused.
         """
-        with self._lock:
-            self._holder = threading.get_ident()
-            self._changed.wait_for(lambda: not self._calls, timeout_s)
+        self._holder = threading.get_ident()
+        if not self._wait_for_end(timeout_s):
+            self.stop()
 
-    def stop(self, then: Callable[[], object]) -> None:
-        """End the thread, and call ``then``, which may close the slots; twice is harmless."""
-        if threading.current_thread() is self._thread:  # a finalizer has interrupted it
-            self._then = then
-        self.is_closed = self._stopped = True
+    def stop(self) -> None:
+        """End, whatever is in flight."""
+        self._stopped = True
+        self._wait_for_end()
+
+    def _wait_for_end(self, timeout_s: float = -1) -> bool:
+        """Whether it has ended in time. A finalizer that has interrupted a thread of its own does not wait."""
+        task = Task()
+        self._ends.append(task)
         self._ring()
-        if self._then is None:
-            self._thread.join()
-            then()
+        return self._is_over or self._is_within() or task.wait(timeout_s)
+
+    def _is_within(self) -> bool:
+        return threading.current_thread() in self._threads
 
     def _ring(self) -> None:
         """Wake the thread."""
         with suppress(BlockingIOError):  # there are unheard rings already
             self._bell.send(b"\0")
 
+    def _post(self, function: Callable[[], None]) -> None:
+        """Have the thread call a function."""
+        self._posted.append(function)
+        self._ring()
+
     # The thread:
 
     def _run(self) -> None:
         try:
-            while not self._stopped:
+            while not self._may_end():
                 self._step()
         finally:
-            self.is_closed = self._stopped = True
             self._finish()
 
+    def _may_end(self) -> bool:
+        is_asked = self.is_closed or self._holder is not None
+        return self._stopped or (is_asked and not (self._calls or self._is_exclusive))
+
     def _step(self) -> None:
-        """Begin the calls that can begin, wait for something to happen, and handle it."""
+        """Begin what can begin, wait for something to happen, and handle it."""
         self._idle = [None]  # before the look for calls, so that none is missed
         if not self._begin_waiting():
             self._idle = []
@@ -221,42 +236,55 @@ class Dispatcher:
             self._posted.popleft()()
 
     def _finish(self) -> None:
-        """End the other threads, and whatever is left."""
-        self._refuse_waiting()
-        error = self._refusal()
-        if error is not None:
+        """End everything."""
+        self.is_closed = self._stopped = True
+        if self._holder is None:  # else threads wait for ever
+            self._refuse_waiting()
             for slot in tuple(self._calls):
-                self._end(slot, {}, error)
+                self._end(slot, {}, _closed())
         for _ in range(_COPIERS):
-            self._tasks.put(None)
+            self._copies.put(None)
         for channel in (self._bell, self._heard):
             channel.end()
         self._poll.close()
-        if self._then is not None:
+        try:
             self._then()
+        finally:
+            self._is_over = True
+            while self._ends:
+                self._ends.popleft().end(None, None)
 
     def _begin_waiting(self) -> bool:
-        """Begin the calls that wait; whether one more could begin."""
-        if self.is_closed or self._are_known():
+        """Begin what can begin; whether one more call could begin."""
+        if self._holder is not None or self._is_exclusive:
+            return False
+        if self._refusal() is not None:
             self._refuse_waiting()
-        while True:
-            with self._lock:
-                process = None if self._exclusive or self._holder is not None else self._idlest()
-                if process is None:
-                    return False
-                try:
-                    call = self.waiting.popleft()
-                except IndexError:
-                    return True
-                if call.is_dropped:
-                    continue
-                slot = process.free.pop()
-                process.given += 1
-                self._calls[slot] = call
+            return False
+        if self._exclusive:
+            if not self._calls:
+                self._is_exclusive = True
+                self._copies.put((self._exclusive[0].function, self._end_exclusive))
+            return False
+        while (process := self._idlest()) is not None:
+            try:
+                call = self.waiting.popleft()
+            except IndexError:
+                return True
+            if call.is_dropped:
+                continue
+            slot = process.free.pop()
+            process.given += 1
+            self._calls[slot] = call
             if call.layout.inputs_nbytes > _LARGE_NBYTES:
-                self._tasks.put((partial(slot.put, call.layout, call.arrays), partial(self._send, slot)))
+                self._copies.put((partial(slot.put, call.layout, call.arrays), partial(self._send, slot)))
             else:
                 self._send(slot, *_tried(slot.put, call.layout, call.arrays))
+        return False
+
+    def _end_exclusive(self, result: Any, error: Exception | None) -> None:
+        self._is_exclusive = False
+        self._exclusive.popleft().end(result, error)
 
     def _idlest(self) -> Process | None:
         """The process with the fewest calls in flight that has a free slot; of several, that with the fewest so far."""
@@ -278,7 +306,7 @@ class Dispatcher:
         else:
             self._free(slot)
             self.waiting.appendleft(call)  # for another process
-            self.lose(slot.process)
+            self._lose(slot.process)
 
     def _receive(self, slot: Slot) -> None:
         message = slot.channel.receive()
@@ -286,7 +314,7 @@ class Dispatcher:
         self._sent.discard(slot)
         if not message:
             self._poll.unregister(slot.channel.file)
-            self.lose(slot.process)
+            self._lose(slot.process)
             if is_sent:
                 self._lost.add(slot)
                 self._end_lost()
@@ -296,7 +324,7 @@ class Dispatcher:
                 told, error = _tried(error_of, message)
                 self._end(slot, {}, error or told)
             elif layout.outputs_nbytes > _LARGE_NBYTES:
-                self._tasks.put((partial(slot.results, layout), partial(self._end, slot)))
+                self._copies.put((partial(slot.results, layout), partial(self._end, slot)))
             else:
                 self._end(slot, *_tried(slot.results, layout))
 
@@ -305,11 +333,19 @@ class Dispatcher:
 
     def _free(self, slot: Slot) -> Call:
         """The call of a slot, which may take another one."""
-        with self._lock:
-            slot.process.free.append(slot)
-            call = self._calls.pop(slot)
-            self._changed.notify_all()
-        return call
+        slot.process.free.append(slot)
+        return self._calls.pop(slot)
+
+    def _lose(self, process: Process) -> None:
+        if process in self.processes:
+            self.processes = tuple(other for other in self.processes if other is not process)
+            self._copies.put((process.how, partial(self._note, process)))
+
+    def _note(self, process: Process, _: Any, error: Exception | None) -> None:
+        """Note how a process has ended."""
+        if process.ended is None:
+            process.ended = f"its process has ended, and it is not known how ({error})"
+        self._end_lost()
 
     def _end_lost(self) -> None:
         """End the calls of processes of which it is known how they have ended."""
@@ -319,25 +355,35 @@ class Dispatcher:
             how = f"device {slot.process.device}: {slot.process.ended} during this call: {then}"
             self._end(slot, {}, DeviceLostError(how))
 
-    def _are_known(self) -> bool:
-        """Whether no process is left, and it is known how all have ended."""
-        return not self.processes and all(process.ended is not None for process in self._all)
+    def _refusal(self) -> NimbleError | None:
+        """Why nothing can begin any more, once that is known."""
+        return _closed() if self.is_closed else None if self.processes else none_left(self._all)
 
     def _refuse_waiting(self) -> None:
-        """End the calls that have not begun, except at the end of the interpreter."""
-        while (error := self._refusal()) is not None:
-            try:
-                self.waiting.popleft().end({}, error)
-            except IndexError:
-                return
+        """End what has not begun."""
+        for queue in (self.waiting, self._exclusive):
+            while queue:
+                queue.popleft().end(None, self._refusal())
 
     def _copy(self) -> None:
         """What the other threads do."""
-        while (task := self._tasks.get()) is not None:
-            function, then = task
+        while (work := self._copies.get()) is not None:
+            function, then = work
             self._posted.append(partial(then, *_tried(function)))
-            del task, function, then  # which keep arrays alive
+            del work, function, then  # which keep arrays alive
             self._ring()
+
+
+def none_left(processes: Sequence[Process]) -> DeviceLostError | None:
+    """The error of a pool without devices, once it is known how all these processes have ended."""
+    if any(process.ended is None for process in processes):
+        return None
+    how = "; ".join(f"device {process.device}: {process.ended}" for process in processes)
+    return DeviceLostError(f"no device of this pool is in service ({how}): load the plan again")
+
+
+def _closed() -> InputError:
+    return InputError("this pool is closed: load the plan again")
 
 
 def _tried(function: Callable[..., Any], *args: object) -> tuple[Any, Exception | None]:

@@ -1,10 +1,8 @@
 """Process pools: a process for each device; a call goes to the one with the fewest calls in flight."""
 
 import os
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
@@ -21,7 +19,7 @@ from nimblert.plan import Plan, listed
 from nimblert.pool import Pool
 from nimblert.processes import weights as new_weights
 from nimblert.processes.channel import Memory
-from nimblert.processes.dispatcher import Call, Dispatcher
+from nimblert.processes.dispatcher import Call, Dispatcher, Exclusive, none_left
 from nimblert.processes.layout import Layout, Layouts
 from nimblert.processes.process import Process, end, ended_by
 
@@ -41,11 +39,11 @@ class ProcessPool(Pool):
         """``processes`` have loaded the plan, and end with the pool; see `nimblert.load_pool`."""
         super().__init__(plan)
         self._process = os.getpid()
-        self._dispatcher = Dispatcher(processes)
+        self._dispatcher = Dispatcher(processes, partial(_end, tuple(processes), weights))
         self._layouts = layouts
         self._all = tuple(processes)
         self._weights = weights
-        self._end = weakref.finalize(self, _ended, self._dispatcher, self._all, weights, self._process)
+        self._end = weakref.finalize(self, _stopped, self._dispatcher, self._process)
         self._end.atexit = False  # `hold` comes first
         interpreter.live.add(self)
 
@@ -77,16 +75,14 @@ class ProcessPool(Pool):
         if out is not None and not isinstance(out, Mapping):
             raise InputError(f"out: got {type(out).__name__}, expected a dict of arrays by output name")
         taken: Mapping[str, Any] = checked_out(layout.output_tensors, out, _refused) if out else {}
-        done = threading.Lock()
-        done.acquire()
-        call = Call(layout, given, done.release)
+        call = Call(layout, given)
         self._dispatcher.submit(call)
         try:
-            done.acquire()
+            call.wait()
         except BaseException:  # a signal handler's
             call.is_dropped = True
             raise
-        results = call.outcome()
+        results: dict[str, np.ndarray] = call.outcome()
         for name, array in taken.items():
             array[...] = results[name]
         return {name: (out or {}).get(name, result) for name, result in results.items()}
@@ -101,7 +97,8 @@ class ProcessPool(Pool):
         call = Call(layout, given, partial(_tell, loop, done))
         self._dispatcher.submit(call)
         await done
-        return call.outcome()
+        results: dict[str, np.ndarray] = call.outcome()
+        return results
 
     def _laid_out(self, signature: Signature, arrays: Mapping[str, Any]) -> tuple[Layout, Sequence[Any]]:
         """The layout of a call, and its inputs in order. Raises InputError."""
@@ -127,17 +124,25 @@ class ProcessPool(Pool):
         """
         self._check_process()
         refits = refitting.checked(self.plan, weights, _refused)
-        with ThreadPoolExecutor(1) as thread:  # Ctrl-C does not end it half way
-            thread.submit(self._refit, refits).result()
+        task = Exclusive(partial(self._refit, refits))
+        self._dispatcher.submit(task)
+        interrupted: BaseException | None = None
+        while not task.is_over:
+            try:
+                task.wait()
+            except BaseException as exc:  # noqa: BLE001 - raised once all devices have the same weights again
+                interrupted = exc
+        if interrupted is not None:
+            raise interrupted
+        task.outcome()
 
     def _refit(self, refits: Sequence[refitting.Refit]) -> None:
-        with self._dispatcher.alone():
-            try:
-                message = new_weights.write(self.plan, refits, self._weights)
-                self._replace(message)
-            finally:
-                self._weights.clear()
-        self._dispatcher.check()
+        try:
+            self._replace(new_weights.write(self.plan, refits, self._weights))
+        finally:
+            self._weights.clear()
+        if error := none_left(self._all):
+            raise error
 
     def _replace(self, message: bytes) -> None:
         """Tell all processes to prepare, then to change; or not to, where one cannot."""
@@ -179,17 +184,13 @@ class ProcessPool(Pool):
         """
         if os.getpid() == self._process:
             self._dispatcher.close()
-            self._finish()
+            self._end.detach()
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the calls in flight, let none begin, and end the processes: the interpreter is shutting down."""
         if os.getpid() == self._process:
             self._dispatcher.hold(timeout_s)
-            self._finish()
-
-    def _finish(self) -> None:
-        _ended(self._dispatcher, self._all, self._weights, self._process)  # even if another thread does, or did half
-        self._end.detach()
+            self._end.detach()
 
     def holdings(self) -> tuple[object, ...]:
         """The processes, which are the parent's in a forked process."""
@@ -219,10 +220,10 @@ def _wake(done: "asyncio.Future[None]") -> None:
         done.set_result(None)
 
 
-def _ended(dispatcher: Dispatcher, processes: Sequence[Process], weights: Memory, owner: int) -> None:
-    """End a pool, but not in a forked process."""
+def _stopped(dispatcher: Dispatcher, owner: int) -> None:
+    """End a pool that was dropped, but not in a forked process."""
     if os.getpid() == owner:
-        dispatcher.stop(partial(_end, processes, weights))
+        dispatcher.stop()
 
 
 def _end(processes: Sequence[Process], weights: Memory) -> None:
