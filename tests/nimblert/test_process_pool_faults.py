@@ -205,6 +205,26 @@ def test_a_finalizer_in_the_pools_own_thread_waits_for_nothing(path: Path) -> No
     assert last == "True"
 
 
+COLLECTIONS = """
+threads = []
+class Request:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        threads.append(threading.current_thread().name)
+for _ in range(4000):
+    Request()
+    pool(x)
+pool.close()
+print(len(threads) > 1000, threads.count("MainThread") / len(threads) > 0.99)
+"""
+
+
+def test_collections_take_place_in_the_callers_threads(path: Path) -> None:
+    with child(path, COLLECTIONS) as done:
+        assert answered(done) == ["True True"]
+
+
 REFITS = """
 import faulthandler, random
 faulthandler.dump_traceback_later(30, exit=True)

@@ -11,19 +11,26 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nimblert.errors import DeviceLostError, InputError, NimbleError
 from nimblert.processes.channel import DONE, Channel, ends, error_of
 from nimblert.processes.layout import Layout
 from nimblert.processes.process import Process, Slot
 
+if TYPE_CHECKING:
+    import numpy as np
+
 _LARGE_NBYTES = 1 << 20
 """The arrays of calls with more bytes are copied by further threads, so that other calls need not wait for that."""
 
 _COPIERS = 4
+
+_EVENTS = 16
+"""The most that are taken from the sockets at once."""
+
+_CONTAINERS = 32
+"""More than the pool's thread makes from one `Call` to the next."""
 
 _Then: TypeAlias = Callable[[Any, Exception | None], None]
 """Takes a result, or the error that came instead."""
@@ -67,12 +74,16 @@ class Task:
 class Call(Task):
     """A call, whose outcome is the outputs by name, new arrays. ``is_dropped``: nobody waits for it any more."""
 
-    __slots__ = ("arrays", "is_dropped", "layout")
+    __slots__ = ("arrays", "is_dropped", "layout", "results")
 
     def __init__(self, layout: Layout, arrays: Sequence[Any], done: Callable[[], object] | None = None) -> None:
         super().__init__(done)
         self.layout, self.arrays = layout, arrays
+        self.results: dict[str, np.ndarray] = {}
         self.is_dropped = False
+        # A garbage collection that is due takes place here, and not in the pool's thread, which makes fewer containers:
+        # finalizers of the user's objects may take locks that the callers hold for whom that thread works.
+        [set() for _ in range(_CONTAINERS)]  # lists would be used again, and not be counted
 
 
 class Exclusive(Task):
@@ -225,7 +236,7 @@ class Dispatcher:
         self._idle = [None]  # before the look for calls, so that none is missed
         if not self._begin_waiting():
             self._idle = []
-        ready = self._poll.poll()
+        ready = self._poll.poll(maxevents=_EVENTS)
         self._idle = []
         for file, _ in ready:
             if file in self._slots:
@@ -241,7 +252,7 @@ class Dispatcher:
         if self._holder is None:  # else threads wait for ever
             self._refuse_waiting()
             for slot in tuple(self._calls):
-                self._end(slot, {}, _closed())
+                self._end(slot, None, _closed())
         for _ in range(_COPIERS):
             self._copies.put(None)
         for channel in (self._bell, self._heard):
@@ -302,7 +313,7 @@ class Dispatcher:
         if sent:
             self._sent.add(slot)
         elif error is not None:
-            self._end(slot, {}, error)
+            self._end(slot, None, error)
         else:
             self._free(slot)
             self.waiting.appendleft(call)  # for another process
@@ -319,17 +330,18 @@ class Dispatcher:
                 self._lost.add(slot)
                 self._end_lost()
         elif is_sent:
-            layout = self._calls[slot].layout
+            call = self._calls[slot]
             if message != DONE:
                 told, error = _tried(error_of, message)
-                self._end(slot, {}, error or told)
-            elif layout.outputs_nbytes > _LARGE_NBYTES:
-                self._copies.put((partial(slot.results, layout), partial(self._end, slot)))
+                self._end(slot, None, error or told)
+            elif call.layout.outputs_nbytes > _LARGE_NBYTES:
+                self._copies.put((partial(slot.get, call.layout, call.results), partial(self._end, slot)))
             else:
-                self._end(slot, *_tried(slot.results, layout))
+                self._end(slot, *_tried(slot.get, call.layout, call.results))
 
-    def _end(self, slot: Slot, results: dict[str, np.ndarray] | None, error: Exception | None) -> None:
-        self._free(slot).end(results or {}, error)
+    def _end(self, slot: Slot, _: None, error: Exception | None) -> None:
+        call = self._free(slot)
+        call.end(call.results, error)
 
     def _free(self, slot: Slot) -> Call:
         """The call of a slot, which may take another one."""
@@ -353,7 +365,7 @@ class Dispatcher:
             self._lost.remove(slot)
             then = "later calls go to the other devices" if self.processes else "load the plan again"
             how = f"device {slot.process.device}: {slot.process.ended} during this call: {then}"
-            self._end(slot, {}, DeviceLostError(how))
+            self._end(slot, None, DeviceLostError(how))
 
     def _refusal(self) -> NimbleError | None:
         """Why nothing can begin any more, once that is known."""

@@ -123,10 +123,10 @@ class Slot:
         for view, array in zip(self._views.of(layout)[0], arrays, strict=True):
             view[...] = array
 
-    def results(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Copies of the outputs of the last call, by name."""
-        views = self._views.of(layout)[1]
-        return {place.name: view.copy() for place, view in zip(layout.outputs, views, strict=True)}
+    def get(self, layout: Layout, results: dict[str, np.ndarray]) -> None:
+        """Add copies of the outputs of the last call to ``results``, by name."""
+        for place, view in zip(layout.outputs, self._views.of(layout)[1], strict=True):
+            results[place.name] = view.copy()
 
     def close(self) -> None:
         """Close socket and memory."""
