@@ -198,6 +198,15 @@ print(gone := not os.path.exists(f"/proc/{pool._all[0]._popen.pid}"))
 """
 
 
+def test_a_call_that_comes_as_the_pool_ends_is_refused(path: Path) -> None:
+    pool = pool_of(path, 1, 1)
+    pool.close()
+    pool._dispatcher.is_closed = False  # as a caller saw it before
+    for use in (lambda: pool(X), lambda: pool.refit({})):
+        with pytest.raises(InputError, match="this pool is closed: load the plan again"):
+            use()
+
+
 def test_a_finalizer_in_the_pools_own_thread_waits_for_nothing(path: Path) -> None:
     with child(path, FINALIZERS) as done:
         first, *_, last = answered(done)

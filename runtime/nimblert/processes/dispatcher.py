@@ -148,9 +148,11 @@ class Dispatcher:
                 thread.start()
                 started += 1
         except BaseException:
-            self._then = tuple
-            self._stopped = True
-            self._ring() if started else self._finish()
+            self._then, self._stopped = tuple, True
+            if started:
+                self._ring()
+            else:
+                self._finish()
             raise
 
     def submit(self, task: Call | Exclusive) -> None:
@@ -171,9 +173,11 @@ class Dispatcher:
             self._ring()
             idle.clear()
         if self._stopped and self._holder is None:
-            with suppress(ValueError):  # it was refused
+            try:
                 queue.remove(task)
-                raise _closed()
+            except ValueError:  # the thread has seen it, and refused it
+                return
+            raise _closed()
 
     def lose(self, process: Process) -> None:
         """Give a process no more calls; it ends if it has not."""
