@@ -185,6 +185,28 @@ def test_threads_and_tasks_get_their_own_answers(pool: ProcessPool) -> None:
     assert all(same(found, {"y": rows(n)["x"], "z": rows(n)["w"]}) for n, found in enumerate(asyncio.run(every()), 1))
 
 
+def test_tasks_take_no_threads_and_their_calls_keep_their_order() -> None:
+    order: list[int] = []
+
+    async def call(number: int) -> None:
+        await pool.arun(rows(2))
+        order.append(number)
+
+    async def every() -> int:
+        with stopped(pool):
+            calls = [asyncio.ensure_future(call(number)) for number in range(100)]
+            await asyncio.sleep(0)  # they all begin
+            until(lambda: len(pool._dispatcher.waiting) == 99)
+            during = threading.active_count()
+        await asyncio.gather(*calls)
+        return during
+
+    with pool_of(sized(2, 4), 1, 1) as pool:
+        before = threading.active_count()
+        assert asyncio.run(every()) == before
+    assert order == list(range(100))
+
+
 def test_large_arrays_are_copied_beside_small_calls() -> None:
     plan = bare(copying("large", "float32", (400_000,)), copying("small", "float32", (4,)))
 

@@ -134,6 +134,32 @@ def test_who_closes_a_pool_does_not_wait_for_itself(path: Path) -> None:
     assert second == "(4,)" or second.startswith("device 0: its process ended with status 0 during this call")
 
 
+OPENING = """
+pool.close()
+pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=1, processes=True)
+file = open(sys.argv[2], "r+b")
+opened = []
+real = pool._all[0].slots[0]._memory.arrays
+def closing(places):
+    pool.close()
+    opened.extend(os.dup(file.fileno()) for _ in range(40))
+    return real(places)
+pool._all[0].slots[0]._memory.arrays = closing
+print(pool(x).shape)
+for number in opened:
+    os.close(number)
+file.close()
+"""
+
+
+def test_a_pool_that_is_closed_within_a_call_writes_into_nobodys_file(path: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"mine")
+    with child(path, OPENING.replace("sys.argv[2]", repr(str(mine)))) as done:
+        assert answered(done) == ["(4,)"]
+    assert mine.read_bytes() == b"mine"
+
+
 CLOSINGS = """
 import faulthandler
 faulthandler.dump_traceback_later(30, exit=True)
