@@ -13,7 +13,6 @@ LIBRARY_MEMORY = "memory of a library"
 """The prefix of names of state that is not the model's: a library keeps it on the GPU between its calls."""
 
 
-
 class BufferKind(enum.Enum):
     """The purpose of a buffer, which determines its region in the plan."""
 

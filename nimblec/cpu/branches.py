@@ -25,11 +25,16 @@ def take_branches(model: ModelProto, folder: Path) -> None:
         _replace(model.graph, conditions)
 
 
+def _bodies(node: NodeProto) -> dict[str, GraphProto]:
+    """The graphs of a node's attributes by name; an empty one for an attribute that is none."""
+    return {attribute.name: attribute.g for attribute in node.attribute}
+
+
 def _is_branching(node: NodeProto) -> bool:
     """Whether a node is an `If`, and not one of a damaged file, which ONNX Runtime refuses."""
     if model_nodes.operator_name(node) != "If" or not node.input:
         return False
-    bodies = {attribute.name: attribute.g for attribute in node.attribute}
+    bodies = _bodies(node)
     return bodies.keys() == {"then_branch", "else_branch"} and all(
         len(body.output) == len(node.output) for body in bodies.values()
     )
@@ -111,7 +116,7 @@ def _replace(graph: GraphProto, conditions: Mapping[str, bool]) -> None:
         if _is_branching(node) and node.input[0] in conditions:
             for body in model_nodes.subgraphs(node):
                 names.subtract(_definitions(body))
-            branch = _branch(node, "then_branch" if conditions[node.input[0]] else "else_branch")
+            branch = _bodies(node)["then_branch" if conditions[node.input[0]] else "else_branch"]
             nodes += _lifted(branch, node.output, names)
             graph.initializer.extend(branch.initializer)
             graph.sparse_initializer.extend(branch.sparse_initializer)
@@ -120,11 +125,6 @@ def _replace(graph: GraphProto, conditions: Mapping[str, bool]) -> None:
             nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _branch(node: NodeProto, name: str) -> GraphProto:
-    bodies = {attribute.name: body for attribute, body in zip(node.attribute, model_nodes.subgraphs(node), strict=True)}
-    return bodies[name]
 
 
 def _definitions(graph: GraphProto) -> Iterator[str]:

@@ -186,8 +186,8 @@ class Inlet:
         return self._landing[index, state]
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
-        is_dense = layouts.is_dense(array.shape, array.strides, array.itemsize)
-        if way.nbytes <= _SMALL_NBYTES or way.staged.strides != array.strides or not is_dense:
+        in_parts = way.nbytes > _SMALL_NBYTES and way.staged.strides == array.strides
+        if not (in_parts and layouts.is_dense(array.shape, array.strides, array.itemsize)):
             np.copyto(way.staged, array)
             call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
             return

@@ -103,8 +103,8 @@ class Dispatcher:
     they take no lock, so that a signal handler may do what the code that it interrupts was about.
     """
 
-    def __init__(self, processes: Sequence[Process], then: Callable[[], object]) -> None:
-        """``then`` is called at the end, and may close the slots.
+    def __init__(self, processes: Sequence[Process], at_end: Callable[[], object]) -> None:
+        """``at_end`` is called at the end, and may close the slots.
 
         Raises InputError where this process may not have so many files.
         """
@@ -113,7 +113,7 @@ class Dispatcher:
         self.waiting: deque[Call] = deque()
         """The calls that have not begun."""
         self.is_closed = False
-        self._then = then
+        self._at_end = at_end
         self._stopped = self._is_over = False
         self._holder: int | None = None
         self._exclusive: deque[Exclusive] = deque()
@@ -148,7 +148,7 @@ class Dispatcher:
                 thread.start()
                 started += 1
         except BaseException:
-            self._then, self._stopped = tuple, True
+            self._at_end, self._stopped = tuple, True
             if started:
                 self._ring()
             else:
@@ -263,7 +263,7 @@ class Dispatcher:
             channel.end()
         self._poll.close()
         try:
-            self._then()
+            self._at_end()
         finally:
             self._is_over = True
             while self._ends:
@@ -373,7 +373,9 @@ class Dispatcher:
 
     def _refusal(self) -> NimbleError | None:
         """Why nothing can begin any more, once that is known."""
-        return _closed() if self.is_closed else None if self.processes else none_left(self._all)
+        if self.is_closed:
+            return _closed()
+        return None if self.processes else none_left(self._all)
 
     def _refuse_waiting(self) -> None:
         """End what has not begun."""
