@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -471,7 +472,6 @@ def test_a_message_that_cannot_be_sent_is_no_lost_device(path: Path, monkeypatch
         assert pool(X).shape == (4,)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("broken", ["_receive", "_begin_waiting"])
 def test_an_error_of_the_pool_itself_keeps_nobody_waiting(
     path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
@@ -479,7 +479,10 @@ def test_an_error_of_the_pool_itself_keeps_nobody_waiting(
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
+    errors: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_type))
     pool = pool_of(path, 1, 1)
+    thread = pool._dispatcher._threads[0]
     with ThreadPoolExecutor(3) as threads:
         with stopped(pool):
             calls = [threads.submit(pool, X) for _ in range(3)]
@@ -490,6 +493,8 @@ def test_an_error_of_the_pool_itself_keeps_nobody_waiting(
     assert ends[0] == (ends[1] if broken == "_receive" else "None")
     pool.close()
     assert gone(pids(pool)[0])
+    thread.join(20)
+    assert errors == [ZeroDivisionError]
 
 
 def test_a_handler_may_call_a_pool_that_has_lost_its_devices(path: Path) -> None:
