@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 from nimblert.files import container
 from nimblert.plan import Plan, Target
@@ -73,12 +72,6 @@ class Arena:
             raise InputError("the arena is in use by another context: run one after the other")
         with self._busy:
             self.owner = steps
-            yield
-
-    @contextmanager
-    def shared(self, turn: Turn) -> Iterator[None]:
-        """A run in the turn of a context that uses the arena. Raises InputError."""
-        with turn.taken(), self.turn():
             yield
 
     def close(self) -> None:

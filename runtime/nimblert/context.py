@@ -27,6 +27,8 @@ from nimblert.timing import CommandTime, command_times
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays of the caller by the name of an input or output."""
 
+_ALONE = nullcontext()
+
 
 class Context:
     """The programs of a plan with an arena, state, inputs and outputs of their own, for one thread at a time.
@@ -83,7 +85,7 @@ class Context:
     @property
     def backend(self) -> Backend:
         """The backend of `program`."""
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             return self._backends[self.program.name]
 
@@ -99,7 +101,7 @@ class Context:
 
     def warm(self) -> None:
         """Load every program now instead of on its first call."""
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             for program in self.plan.programs:
                 self._backends[program.name]
@@ -117,7 +119,7 @@ class Context:
     @contextmanager
     def between_runs(self) -> Iterator[Working]:
         """The memory that holds the state; no run begins before the block ends. Raises InputError as a run would."""
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
             yield self._working
 
@@ -168,7 +170,7 @@ class Context:
         turn, arena = self._turn, self._arena
         steps: Steps | None = None
         try:
-            with turn.taken():
+            with turn.taken(), turn.lock:
                 turn.check_ready()
                 backend = self._backends[program.name]
                 steps = backend.steps()
@@ -178,7 +180,7 @@ class Context:
                     turn.program, turn.parts = program, 1
                     backend.place(checked)
             while True:
-                with turn.taken():
+                with turn.taken(), turn.lock:
                     turn.check_ready(steps)
                     work = next(steps, None)
                 if work is None:
@@ -197,7 +199,7 @@ class Context:
         less time together than the sum. Raises InputError.
         """
         program, checked = self._choose(self._signatures[entry], arrays)
-        with self._running():
+        with self._turn.taken(), self._turn.lock, self._in_arena():
             self._turn.check_ready()
             backend = self._backend(program)
             self._turn.parts = 1
@@ -211,13 +213,13 @@ class Context:
         """
         for sentence in extent_problems("read", pointer, nbytes, region_sizes(self.plan, self._turn.program)):
             raise InputError(sentence)
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             return self._backends[self._turn.program.name].read(pointer, nbytes)
 
     def replay(self) -> None:
         """Repeat the last run on its inputs; nothing is copied from or to the caller."""
-        with self._running():
+        with self._turn.taken(), self._turn.lock, self._in_arena():
             self._replayed().replay()
 
     def launch(self, stream: Any = None) -> None:
@@ -230,7 +232,7 @@ class Context:
         if again is not None and again(stream):
             return
         handle = self._working.stream_handle(stream)
-        with self._running():
+        with self._turn.taken(), self._turn.lock, self._in_arena():
             backend = self._replayed()
             backend.launch(handle)
             if self._arena is None and self.plan.target is Target.CUDA:
@@ -239,7 +241,7 @@ class Context:
 
     def synchronize(self) -> None:
         """Wait for the runs that `launch`, or `run` with a stream, has enqueued."""
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             self._backends[self._turn.program.name].synchronize()
 
@@ -254,7 +256,7 @@ class Context:
         bindings = self._bindings[self._signatures[entry].name]
         changes = bindings.changes
         binding = bindings.check(name, array, self._working.take)
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
             bindings.check_unchanged(changes)
             self._changed()
@@ -282,7 +284,7 @@ class Context:
         changes = bindings.changes
         usual = not out and stream is None and self._arena is None and bindings.program is None
         if usual and (plain := signature.plain(arrays)) is not None:
-            with self._turn.taken():
+            with self._turn.taken(), self._turn.lock:
                 self._turn.check_ready()
                 bindings.check_unchanged(changes)
                 self._turn.parts = 1
@@ -296,7 +298,7 @@ class Context:
         bindings.check_program(program)
         chosen = signature.serve(checked) if program is None else program
         taken = checked_out(chosen.outputs, out, take) if out else {}
-        with self._running():
+        with self._turn.taken(), self._turn.lock, self._in_arena():
             self._turn.check_ready()
             bindings.check_unchanged(changes)
             if isinstance(chosen, Program):
@@ -329,9 +331,9 @@ class Context:
         self._turn.program = program
         return self._backends[program.name]
 
-    def _running(self) -> AbstractContextManager[object]:
-        """The turn of a run, in this context and in its shared arena."""
-        return self._turn.taken() if self._arena is None else self._arena.shared(self._turn)
+    def _in_arena(self) -> AbstractContextManager[object]:
+        """A run in the shared arena, if there is one."""
+        return _ALONE if self._arena is None else self._arena.turn()
 
     def _changed(self) -> None:
         """End direct calls and relaunches: the next call looks at everything again."""
@@ -357,12 +359,14 @@ class Context:
         """Give back memory, streams and graphs; calling it twice is harmless.
 
         Waits for the run of another thread. Does nothing in a forked process, and while the interpreter shuts down.
+        Raises InputError within a run: in a signal handler or a finalizer that has interrupted it.
         """
         turn = self._turn
         if not turn.can_end:
             return
+        turn.check_not_within()
         turn.waits = True  # threads that call meanwhile wait, and are told that it is closed
-        with turn.lock:
+        with turn.taken(), turn.lock:
             if not turn.closed:
                 turn.closed = True
                 self._changed()
@@ -379,7 +383,7 @@ class Context:
         turn = self._turn
         waits, turn.waits = turn.waits, True
         try:
-            with turn.lock:
+            with turn.taken(), turn.lock:
                 if not turn.closed:
                     turn.check_ready()
                 yield {} if turn.closed else self._backends

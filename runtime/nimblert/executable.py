@@ -1,7 +1,6 @@
 """Executable: a loaded plan, with its code and weights on one device; and `load`, which makes one."""
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Resident
 from nimblert.calls.entries import Signature
+from nimblert.calls.turn import Guard
 from nimblert.context import Arrays, Context
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
@@ -59,7 +59,7 @@ class Executable(Context):
         self._idle_spares: list[Context] = []
         self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
         self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # two calls per core leave none idle between calls
-        self._making_spares = threading.Lock()
+        self._making_spares = Guard(self._noun)
         _check_arena(arena, plan, device)
         resident = _resident(plan, device, threads)
         self._given_back = ExitStack()
@@ -77,7 +77,7 @@ class Executable(Context):
         executable. Raises InputError where this executable is closed, or the arena is too small or on another device.
         """
         _check_arena(arena, self.plan, self.device)
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
             self._contexts.add(made)
@@ -107,7 +107,7 @@ class Executable(Context):
             if not self._spares_left:
                 return None
         self._turn.check_process()
-        with self._making_spares:
+        with self._making_spares.taken(), self._making_spares.lock:
             if not self._spares_left:
                 return None
             made = _Spare(self.plan, self._resident, poison=self._poison)
@@ -133,9 +133,9 @@ class Executable(Context):
 
     def _refit(self, refits: Sequence[refitting.Refit], ready: Callable[[], None] = lambda: None) -> None:
         """Do checked refits; ``ready`` is called once nothing else can fail."""
-        with self._turn.taken():
+        with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
-        with self._making_spares, ExitStack() as stack:
+        with self._making_spares.taken(), self._making_spares.lock, ExitStack() as stack:
             contexts = [stack.enter_context(context._idle()) for context in chain((self,), self._contexts)]  # noqa: SLF001
             old = [backend for loaded in contexts for backend in loaded.values()]
             renewed = iter(self._resident.refit(refits, old, ready))
@@ -149,10 +149,13 @@ class Executable(Context):
         """Free everything, the contexts made of it too; calling it twice is harmless.
 
         Waits for the runs of other threads. Does nothing in a forked process, and while the interpreter shuts down.
+        Raises InputError, and closes nothing, within a run: in a signal handler or a finalizer that has interrupted it.
         """
         if not self._turn.can_end:
             return
-        with self._making_spares:
+        for context in (self, *self._contexts):
+            context._turn.check_not_within()  # noqa: SLF001 - of its own class
+        with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
         super().close()  # from here on no context is made
         for context in tuple(self._contexts):
@@ -162,7 +165,7 @@ class Executable(Context):
     def hold(self, timeout_s: float) -> None:
         """As `Context.hold`; no more spare contexts are made either."""
         if self._turn.can_end:
-            self._making_spares.acquire(timeout=timeout_s)
+            self._making_spares.owner.acquire(timeout=timeout_s)
             self._spares_left = 0
         super().hold(timeout_s)
 

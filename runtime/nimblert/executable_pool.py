@@ -7,12 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import index
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from nimblert.calls import refitting
 from nimblert.calls.refitting import NewWeights
+from nimblert.calls.turn import within
 from nimblert.context import Context
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
@@ -51,6 +53,8 @@ class ExecutablePool(Pool):
         super().__init__(executables[0].plan)
         self._members = [_Member(executable) for executable in executables]
         self._state = threading.Condition()
+        self._calling: list[int] = []
+        """The threads of the calls in flight."""
         self._closed = False
         self._exclusive = False
 
@@ -110,8 +114,12 @@ class ExecutablePool(Pool):
                     context.reset()
 
     def close(self) -> None:
-        """Free every device once the calls in flight have ended; calling it twice is harmless."""
+        """Free every device once the calls in flight have ended; calling it twice is harmless.
+
+        Raises InputError within a call: in a signal handler or a finalizer that has interrupted it.
+        """
         with self._state:
+            self._check_not_within()
             self._closed = True
             self._state.notify_all()
             self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
@@ -123,22 +131,26 @@ class ExecutablePool(Pool):
         """The executable for a call, which counts as in flight until the block ends."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
+        thread = get_ident()
         with self._state:
             self._wait_until_open()
             member = min(self._members, key=lambda m: (m.in_flight, m.given))
             member.in_flight += 1
             member.given += 1
+            self._calling.append(thread)
         try:
             yield member.executable
         finally:
             with self._state:
                 member.in_flight -= 1
+                self._calling.remove(thread)
                 self._state.notify_all()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Wait for the calls in flight, and let no more begin until the block ends."""
         with self._state:
+            self._check_not_within()
             self._wait_until_open()
             self._exclusive = True
         try:
@@ -149,6 +161,10 @@ class ExecutablePool(Pool):
             with self._state:
                 self._exclusive = False
                 self._state.notify_all()
+
+    def _check_not_within(self) -> None:
+        if get_ident() in self._calling:
+            raise within("pool")
 
     def _wait_until_open(self) -> None:
         """Wait while a block of `_alone` runs. Raises InputError once the pool is closed."""

@@ -138,9 +138,11 @@ def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypat
     def bound_meanwhile(self: Turn, *args: Any) -> None:
         monkeypatch.undo()
         model._turn.lock.release()
+        model._turn.owner.release()
         binding = threading.Thread(target=model.bind, args=("x", other))
         binding.start()
         binding.join()
+        model._turn.owner.acquire()
         model._turn.lock.acquire()
         check_ready(self, *args)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from copying import ORDERS, SHAPE, copying, drawn, laid_out, on_host
 from host_driver import HostDriver
+from interrupting import WITHIN, interrupted
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
@@ -95,6 +96,17 @@ def test_little_of_python_comes_before_the_launch(model: Executable, put: Put) -
     model.bind("x", channels_last(tensor))
     model.launch()
     assert functions(model.launch) <= 6
+
+
+def test_what_would_wait_for_a_call_or_a_launch_is_refused_within_it(model: Executable, put: Put) -> None:
+    x, tensor = drawn(1), channels_last(put(drawn(1)))
+    for call in (lambda: model(x), lambda: model(tensor), model.launch, model.replay):
+        for _ in range(20):
+            call()
+        for use in (model.close, model.launch, lambda: model(x), lambda: model.bind("x", tensor)):
+            _, message = interrupted(model._turn, call, use)
+            assert WITHIN in message
+            assert np.array_equal(model(x), x)
 
 
 @on_host

@@ -153,6 +153,7 @@ def test_who_calls_what_is_held_at_the_end_waits(path: Path) -> None:
             waiting = pool.submit(context.run, x)
             done, _ = wait([waiting], timeout=0.2)
             context._turn.lock.release()  # as no end of an interpreter does
+            context._turn.owner.release()
             context._turn._holder = None
             for name, array in waiting.result(timeout=60).items():
                 np.testing.assert_array_equal(array, expected[name])

@@ -18,7 +18,32 @@ Relaunch: TypeAlias = Callable[[Any], bool]
 Steps: TypeAlias = Generator[Work, None, None]
 
 
-class Turn:
+class Guard:
+    """A lock that refuses the thread that has it, which would wait for itself: ``with guard.taken(), guard.lock``.
+
+    Where nobody has the ``lock``, ``with guard.owner, guard.lock`` will do. The two are of the interpreter itself, so
+    that no exception of a signal handler comes between them and the block.
+    """
+
+    __slots__ = ("_noun", "lock", "owner")
+
+    def __init__(self, noun: str) -> None:
+        self.owner = threading.RLock()
+        self.lock = threading.Lock()
+        self._noun = noun
+
+    def check_not_within(self) -> None:
+        """Raise InputError in the thread that has the lock."""
+        if self.lock.locked() and self.owner._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as Condition
+            raise within(self._noun)
+
+    def taken(self) -> threading.RLock:
+        """The owner, to be had before the lock. Raises InputError in the thread that has the lock."""
+        self.check_not_within()
+        return self.owner
+
+
+class Turn(Guard):
     """The lock of a context, and what it guards.
 
     ``program`` is the program of the last run, ``parts`` the number of runs of the call that it was part of.
@@ -27,12 +52,10 @@ class Turn:
     ``again`` are for messages: "executable", "load the plan again".
     """
 
-    __slots__ = (
-        "_again", "_holder", "_noun", "closed", "lock", "parts", "process", "program", "state", "steps", "waits",
-    )  # fmt: skip
+    __slots__ = ("_again", "_holder", "closed", "parts", "process", "program", "state", "steps", "waits")
 
     def __init__(self, program: Program, noun: str, again: str, *, waits: bool) -> None:
-        self.lock = threading.Lock()
+        super().__init__(noun)
         self.process = os.getpid()
         self.program = program
         self.parts = 1
@@ -40,23 +63,24 @@ class Turn:
         self.steps: Steps | None = None
         self.closed = False
         self.waits = waits
-        self._noun, self._again = noun, again
+        self._again = again
         self._holder: int | None = None
 
-    def taken(self) -> threading.Lock:
-        """The lock, for a ``with`` statement.
+    def taken(self) -> threading.RLock:
+        """As `Guard.taken`.
 
-        Raises InputError in a forked process, whose copy of the lock a thread of the parent may have held, and where
-        the lock is another thread's and callers do not wait.
+        Raises InputError also in a forked process, whose copy of the lock a thread of the parent may have held, and
+        where the lock is another thread's and callers do not wait.
         """
         self.check_process()
         if self.lock.locked():
             if self._holder == threading.get_ident():
                 raise InputError(f"this {self._noun} can no longer be used: the interpreter is shutting down")
+            self.check_not_within()
             if not self.waits:
                 busy = f"this {self._noun} is at work in another thread"
                 raise InputError(f"{busy}: each takes one of its own, context()")
-        return self.lock
+        return self.owner
 
     def check_process(self) -> None:
         """Raise InputError in a forked process."""
@@ -74,7 +98,8 @@ class Turn:
         """Take the lock for ever, at the end of the interpreter: other threads wait, and this one is refused."""
         self._holder = threading.get_ident()
         self.waits = True
-        self.lock.acquire(timeout=timeout_s)
+        if self.owner.acquire(timeout=timeout_s):
+            self.lock.acquire(timeout=timeout_s)
 
     @property
     def can_end(self) -> bool:
@@ -82,19 +107,28 @@ class Turn:
         return os.getpid() == self.process and self._holder is None
 
 
+def within(noun: str) -> InputError:
+    """The error of what waits for a run, in the thread that makes it."""
+    return InputError(
+        f"this {noun} is at work in this thread, which a signal handler or a finalizer has interrupted: do this when "
+        "the call has returned"
+    )
+
+
 def relaunch(turn: Turn, watches: Sequence[Callable[[], bool]], launch: Callable[[int | None], None]) -> Relaunch:
     """A function that launches the program of the last launch again, until something changes in the context.
 
     ``watches`` tell of each bound array whether it is where it was; they may raise `dlpack.REFUSALS`.
     """
-    lock, state, program, process = turn.lock, turn.state, turn.program, turn.process
+    owner, lock, state, program, process = turn.owner, turn.lock, turn.state, turn.program, turn.process
 
     def again(stream: Any) -> bool:
-        if lock.locked() or not (stream is None or (type(stream) is int and stream >= 0)):
+        if lock.locked() or process != os.getpid():
             return False
-        with lock:
-            same = turn.state is state and turn.program is program and turn.parts == 1
-            if not same or process != os.getpid():
+        if not (stream is None or (type(stream) is int and stream >= 0)):
+            return False
+        with owner, lock:
+            if not (turn.state is state and turn.program is program and turn.parts == 1):
                 return False
             try:
                 for is_there in watches:

@@ -66,7 +66,8 @@ class Direct:
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
         """The outputs by name; None, having done nothing, for any other call. Raises InputError where an op fails."""
         turn = self._turn
-        if type(arrays) is not dict or len(arrays) != len(self._inputs) or turn.lock.locked():
+        may_be = type(arrays) is dict and len(arrays) == len(self._inputs)
+        if not may_be or turn.lock.locked() or turn.process != os.getpid():
             return None
         given = []
         for name, dtype, shape, view in self._inputs:
@@ -74,8 +75,8 @@ class Direct:
             if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
                 return None
             given.append((view, array))
-        with turn.lock:
-            if turn.state is not self._state or turn.process != os.getpid() or self._streams.dirty:
+        with turn.owner, turn.lock:
+            if turn.state is not self._state or self._streams.dirty:
                 return None
             try:
                 at_work.add(self)
@@ -86,9 +87,10 @@ class Direct:
                 turn.program, turn.parts = self._program, 1
                 for view, array in given:
                     view[...] = array
-                step()
-            except self._streams.failures as exc:
-                raise self._streams.refusal(command, exc) from exc
+                try:
+                    step()
+                except self._streams.failures as exc:
+                    raise self._streams.refusal(command, exc) from exc
             finally:
                 at_work.discard(self)
             results = {}

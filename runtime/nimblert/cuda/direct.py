@@ -74,10 +74,12 @@ class DeviceDirect:
     def __call__(self, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray | DeviceOutput] | None":
         """The outputs by name; None, having done nothing, for any other call. Raises CudaError."""
         turn = self._turn
-        if type(arrays) is not dict or len(arrays) != self._count or not arrays or turn.lock.locked():
+        if turn.lock.locked() or turn.process != os.getpid():
             return None
-        with turn.lock:
-            if turn.state is not self._state or turn.process != os.getpid():
+        if type(arrays) is not dict or len(arrays) != self._count or not arrays:
+            return None
+        with turn.owner, turn.lock:
+            if turn.state is not self._state:
                 return None
             first = next(iter(arrays.values()))
             return self._from_host(arrays) if type(first) is np.ndarray else self._from_device(arrays, first)

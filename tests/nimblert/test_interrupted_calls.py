@@ -1,0 +1,197 @@
+"""Signal handlers and finalizers that use the executable whose call they interrupt: nothing waits for itself."""
+
+import gc
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_plans import bent_sum
+from interrupting import WITHIN, interrupted
+from kept_state import keeping
+
+import nimblert
+from nimblert import Arena, Context, Executable, InputError
+from nimblert.executable_pool import ExecutablePool
+
+X = np.ones(4, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def waits_end() -> Iterator[None]:
+    """A test that would wait for ever fails."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return bent_sum(tmp_path)
+
+
+@pytest.fixture
+def model(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executable]:
+    monkeypatch.setattr("nimblert.executable.cores", lambda: 2)
+    with nimblert.load(path) as executable:
+        executable(X)
+        yield executable
+
+
+CALLS: dict[str, Callable[[Context], Any]] = {
+    "direct": lambda context: context(X),
+    "other": lambda context: context.run({"x": X}, reuse_outputs=True)["y"],
+    "out": lambda context: context.run({"x": X}, out={"y": np.empty(4, np.float32)})["y"],
+    "replay": lambda context: context.replay() or context(X),
+    "profile": lambda context: context.profile({"x": X}) and context(X),
+}
+USES: dict[str, Callable[[Executable], object]] = {
+    "close": lambda model: model.close(),
+    "replay": lambda model: model.replay(),
+    "launch": lambda model: model.launch(),
+    "refit": lambda model: model.refit({}),
+    "warm": lambda model: model.warm(),
+    "bind": lambda model: model.bind("x", X.copy()),
+    "context": lambda model: model.context(),
+    "steps": lambda model: list(model.steps({"x": X})),
+    "reset": lambda model: model.reset(),
+    "reuse": lambda model: model.run({"x": X}, reuse_outputs=True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("call", CALLS)
+def test_what_would_wait_for_the_call_is_refused(model: Executable, call: str, use: str) -> None:
+    for _ in range(3):
+        result, message = interrupted(model._turn, lambda: CALLS[call](model), lambda: USES[use](model))
+        assert WITHIN in message
+        assert np.array_equal(result, model(X))
+
+
+def test_a_call_within_a_call_takes_a_spare_context(model: Executable) -> None:
+    given: list[Any] = []
+    result, message = interrupted(model._turn, lambda: model(X), lambda: given.append(model(2 * X)))
+    assert message == "none"
+    assert np.allclose(result, 2 * np.tanh(1))
+    assert np.allclose(given, 2 * np.tanh(2))
+
+
+def test_a_call_within_a_call_of_a_plan_with_state_is_refused() -> None:
+    with nimblert.load(keeping()) as model:
+        write = model.entry("write")
+        _, message = interrupted(model._turn, lambda: write(X), lambda: write(2 * X))
+        assert WITHIN in message
+        assert model.entry("read")().tolist() == X.tolist()
+
+
+def test_a_close_within_the_call_of_a_context_closes_nothing(model: Executable) -> None:
+    with model.context() as context:
+        for _ in range(3):
+            _, message = interrupted(context._turn, lambda: context(X), model.close)
+            assert WITHIN in message
+            assert np.array_equal(context(X), model(X))
+        _, message = interrupted(context._turn, lambda: context(X), context.close)
+        assert message.startswith("this context")
+        assert WITHIN in message
+        _, message = interrupted(model._turn, lambda: model(X), context.close)
+        assert message == "none"
+
+
+def test_a_close_within_the_call_of_a_spare_context_closes_nothing(model: Executable) -> None:
+    interrupted(model._turn, lambda: model(X), lambda: model(X))  # which makes one
+    (spare,) = model._idle_spares
+    with spare._turn.taken(), spare._turn.lock, pytest.raises(InputError, match=WITHIN):
+        model.close()
+    assert np.allclose(model(X), 2 * np.tanh(1))
+
+
+def test_a_close_while_a_spare_context_is_made_closes_nothing(
+    model: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    init = Context.__init__
+
+    def closing(self: Context, *args: Any, **options: Any) -> None:
+        with pytest.raises(InputError) as raised:
+            model.close()
+        messages.append(str(raised.value))
+        init(self, *args, **options)
+
+    monkeypatch.setattr(Context, "__init__", closing)
+    _, message = interrupted(model._turn, lambda: model(X), lambda: model(X))
+    assert message == "none"
+    assert WITHIN in messages[0]
+    assert np.allclose(model(X), 2 * np.tanh(1))
+
+
+def test_a_run_in_a_shared_arena(path: Path) -> None:
+    with Arena.for_plans(path) as arena, nimblert.load(path, arena=arena) as model, model.context(arena=arena) as other:
+        result, message = interrupted(model._turn, lambda: model(X), model.close)
+        assert WITHIN in message
+        _, message = interrupted(model._turn, lambda: model(X), lambda: other(X))
+        assert message == "none" or "in use by another context" in message
+        assert np.array_equal(result, other(X))
+
+
+@pytest.mark.parametrize("use", ["close", "refit", "reset"])
+def test_a_pool_within_its_call(path: Path, use: str) -> None:
+    with nimblert.load_pool(path) as pool:
+        assert isinstance(pool, ExecutablePool)
+        turn = pool._members[0].executable._turn
+        actions = {"close": pool.close, "refit": lambda: pool.refit({}), "reset": pool.reset}
+        for _ in range(3):
+            result, message = interrupted(turn, lambda: pool(X), actions[use])
+            assert message.startswith("this pool")
+            assert WITHIN in message
+            assert np.array_equal(result, pool(X))
+        assert not pool._calling
+
+
+def test_a_finalizer(model: Executable) -> None:
+    messages: list[str] = []
+
+    class Server:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            with pytest.raises(InputError) as raised:
+                model.close()
+            messages.append(str(raised.value))
+
+    Server()
+    interrupted(model._turn, lambda: model(X), gc.collect)
+    assert WITHIN in messages[0]
+
+
+def test_a_server_that_closes_its_model_at_a_signal(path: Path) -> None:
+    """As the guide shows: the handler ends the program, whose block closes the model."""
+    kept: list[Executable] = []
+
+    def serve() -> None:
+        with nimblert.load(path) as model:
+            kept.append(model)
+            for count in range(1000):
+                model(X)
+                if count == 100:
+                    signal.raise_signal(signal.SIGTERM)
+
+    def end(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit):
+            serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(InputError, match="closed"):
+        kept[0](X)
