@@ -239,3 +239,25 @@ def test_integers_are_rounded_already(dtype: torch.dtype) -> None:
 
 def test_a_random_slope_is_its_mean_in_evaluation_mode() -> None:
     agree(torch.nn.RReLU(0.1, 0.3).eval(), (ROWS,), (-ROWS,))
+
+
+def test_sums_of_booleans() -> None:
+    x = torch.tensor([-1.0, 0.5, 2.0])
+    sums = [
+        lambda x: (x > 0) + (x < 1),
+        lambda x: torch.add(x > 0, x < 1, alpha=2),
+        lambda x: (x > 0) + True,
+        lambda x: (x > 0) + 2,
+        lambda x: (x > 0) + x,
+        lambda x: x + (x > 0),
+    ]
+    agree(each(sums), (x,), (-x,))
+
+
+def test_numbers_at_steps_that_are_fractions() -> None:
+    x = torch.tensor([2.0])
+    ranges = [(0, 0.6, 0.1), (0.6, 0, -0.1), (0.5, 3), (1, 1, 0.5), (0, 6, 2), (0, 1e-3, 1e-4)]
+    made = [lambda x, at=at: x * torch.arange(*at) for at in ranges]
+    typed = [lambda x, to=to: x * torch.arange(0, 0.6, 0.1, dtype=to) for to in (torch.float64, torch.float16)]
+    integers = [lambda x: x.long() + torch.arange(0, 6.5, 1.5, dtype=torch.int64)]
+    agree(each([*made, *typed, *integers]), (x,), (-x,))

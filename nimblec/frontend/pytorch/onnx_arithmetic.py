@@ -3,7 +3,8 @@
 It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
 and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
 rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
-that of zero, and -0 has no sign. Integers, which are rounded already, go to operators of ONNX that take none.
+that of zero, and -0 has no sign. Integers, which are rounded already, go to operators of ONNX that take none. Sums of
+booleans are sums. Steps of 0.1 are counted in float32, of which 0.6 may have seven.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import onnx_ir
 import torch
+from onnx import numpy_helper
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core
 
@@ -22,6 +24,13 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _UNSIGNED = (onnx_ir.DataType.UINT8, onnx_ir.DataType.UINT16, onnx_ir.DataType.UINT32, onnx_ir.DataType.UINT64)
 _DIVISIBLE = {onnx_ir.DataType.INT32: 31, onnx_ir.DataType.INT64: 63}
 """Of the integers that ONNX Runtime divides, the bits without the sign."""
+_FLOATS = {
+    -1: torch.float32,
+    onnx_ir.DataType.FLOAT: torch.float32,
+    onnx_ir.DataType.FLOAT16: torch.float16,
+    onnx_ir.DataType.DOUBLE: torch.float64,
+}
+"""The types of numbers at steps; -1 is that which the export gives them by default."""
 
 
 def shift_right(self: Any, other: int) -> Any:
@@ -104,6 +113,24 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "trunc" and self.dtype.is_integer():
         return op.Div(self, other)
     return core.aten_div_mode(self, other, rounding_mode)
+
+
+def add(self: Any, other: Any, alpha: float = 1.0) -> Any:
+    """aten.add.Tensor."""
+    if self.dtype == onnx_ir.DataType.BOOL and alpha:
+        number = like(other, self) if isinstance(other, bool) else other
+        if isinstance(other, bool) or other.dtype == onnx_ir.DataType.BOOL:
+            return op.Or(self, number)
+    return core.aten_add(self, other, alpha)
+
+
+def steps(start: Any, end: Any, step: Any = 1, dtype: int = -1, **options: Any) -> Any:
+    """aten.arange.start_step: of fractions as a constant, which PyTorch counts in float64."""
+    bounds = (start, end, step)
+    is_known = all(isinstance(bound, int | float) for bound in bounds)
+    if is_known and any(isinstance(bound, float) for bound in bounds) and dtype in _FLOATS:
+        return op.Constant(value=numpy_helper.from_array(torch.arange(*bounds, dtype=_FLOATS[dtype]).numpy()))
+    return core.aten_arange_start_step(start, end, step, dtype, **options)
 
 
 def signbit(self: Any) -> Any:
@@ -189,6 +216,8 @@ ARITHMETIC: dict[Any, Any] = {
     aten.trunc.default: _of_floats(core.aten_trunc),
     aten.relu.default: relu,
     aten.rrelu_with_noise_functional.default: rrelu,
+    aten.add.Tensor: add,
+    aten.arange.start_step: steps,
     aten.signbit.default: signbit,
     prims.signbit.default: signbit,
     prims.hypot.default: hypot,
