@@ -253,6 +253,12 @@ def test_torchscript_is_refused_with_a_way_out() -> None:
     script = torch.jit.trace(torch.nn.ReLU(), torch.ones(2))
     with pytest.raises(nimblec.ArgumentError, match=r"TorchScript, which has no Python code .*: give the torch\.nn"):
         nimblec.compile(script, torch.ones(2), target="cpu")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), script)
+    with pytest.raises(nimblec.ArgumentError, match=r"^the model's module '1' is TorchScript, which has no Python"):
+        nimblec.compile(model, torch.ones(1, 2), target="cpu")
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(nimblec.ArgumentError, match=r"^the model's module '1' is TorchScript, which has no Python"):
+        nimblec.training_step(model, torch.nn.functional.mse_loss, sgd, (torch.ones(1, 2), torch.ones(1, 2)))
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

@@ -22,6 +22,17 @@ def refuse_script(model: Any) -> None:
         )
 
 
+def refuse_script_within(model: Any) -> None:
+    """As `refuse_script`, for the modules of a model too."""
+    refuse_script(model)
+    for name, part in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ArgumentError(
+                f"the model's module {name!r} is TorchScript, which has no Python code to export: use the "
+                "torch.nn.Module there that it was made from"
+            )
+
+
 def positional(example_inputs: Any) -> tuple[Any, ...]:
     """The positional arguments of one call; a single tensor needs no tuple."""
     match example_inputs:

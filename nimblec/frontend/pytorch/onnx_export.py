@@ -17,7 +17,7 @@ from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.pytorch.borrowed import borrowed
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.model import ModelCall, TorchModel, as_module, place_call
-from nimblec.frontend.pytorch.objects import refuse_script
+from nimblec.frontend.pytorch.objects import refuse_script_within
 from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_stateless import StateFoundError, stateless
@@ -73,7 +73,7 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     it, UnsupportedModelError if its runs differ, CompileError if ONNX Runtime's results differ from PyTorch's.
     """
     for call in calls.values():
-        refuse_script(call.module)
+        refuse_script_within(call.module)
         refuse_autocast(
             call.name,
             call.module,

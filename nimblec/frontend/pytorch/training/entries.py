@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from nimblec.errors import ArgumentError
 from nimblec.frontend.pytorch.generator import GeneratorState, StepGenerator
+from nimblec.frontend.pytorch.objects import refuse_script_within
 from nimblec.frontend.pytorch.source_tracker import within
 from nimblec.frontend.pytorch.state import Writing
 from nimblec.frontend.pytorch.training.check import refuse_another_step
@@ -145,6 +146,7 @@ def entries(
 ) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """See `nimblec.training_step`."""
     _check_kind("model", model, nn.Module)
+    refuse_script_within(model)
     _check_kind("optimizer", optimizer, Optimizer)
     _check_loss(loss)
     inputs, targets = _batch(example_batch)
