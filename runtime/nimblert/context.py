@@ -1,9 +1,9 @@
 """Context: the programs of a plan in memory of their own, ready to be called."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Never, Self, TypeAlias
+from typing import Any, Never, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from nimblert.timing import CommandTime, command_times
 
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays of the caller by the name of an input or output."""
+
+T = TypeVar("T")
 
 _ALONE = nullcontext()
 
@@ -113,15 +115,16 @@ class Context:
 
     def reset(self) -> None:
         """Give the state of this context its initial values, those of the plan."""
-        with self.between_runs() as working:
-            working.kept.reset()
+        self.between_runs(lambda working: working.kept.reset())
 
-    @contextmanager
-    def between_runs(self) -> Iterator[Working]:
-        """The memory that holds the state; no run begins before the block ends. Raises InputError as a run would."""
+    def between_runs(self, do: Callable[[Working], T]) -> T:
+        """What ``do`` returns for the memory that holds the state; no run begins meanwhile.
+
+        Raises InputError as a run would.
+        """
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
-            yield self._working
+            return do(self._working)
 
     def __call__(self, *args: Any, entry: str | None = None, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose the program.
@@ -374,20 +377,21 @@ class Context:
                     backend.close()
                 self._working.close()
 
-    @contextmanager
-    def _idle(self) -> Iterator[dict[str, Backend]]:
-        """The backends of the loaded programs by name, which the block may replace; callers wait until it ends.
+    def _while_idle(self, do: Callable[[dict[str, Backend]], T]) -> T:
+        """What ``do`` returns for the backends of the loaded programs by name, which it may replace.
 
-        Raises InputError where a run by steps is half done.
+        Callers wait until then. Raises InputError where a run by steps is half done.
         """
         turn = self._turn
         waits, turn.waits = turn.waits, True
         try:
-            with turn.taken(), turn.lock:
+            turn.check_not_within()
+            with turn.owner, turn.lock:  # while others of the executable are held
                 if not turn.closed:
                     turn.check_ready()
-                yield {} if turn.closed else self._backends
+                result = do({} if turn.closed else self._backends)
                 self._changed()
+                return result
         finally:
             turn.waits = waits
 

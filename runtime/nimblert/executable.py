@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import chain
 from operator import call
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,10 @@ import numpy as np
 
 from nimblert.arena import Arena
 from nimblert.calls import refitting
-from nimblert.calls.backend import Resident
+from nimblert.calls.backend import Backend, Resident
 from nimblert.calls.entries import Signature
 from nimblert.calls.turn import Guard
-from nimblert.context import Arrays, Context
+from nimblert.context import Arrays, Context, T
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
 from nimblert.files import container
@@ -69,6 +68,7 @@ class Executable(Context):
         except BaseException:
             resident.close()
             raise
+        self._turn.family = self._making_spares.family = partial(_guards, weakref.ref(self))
 
     def context(self, *, arena: Arena | None = None) -> Context:
         """Another context over the same weights and code, with an arena, state, inputs and outputs of its own.
@@ -80,6 +80,7 @@ class Executable(Context):
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready(self._turn.steps)
             made = Context(self.plan, self._resident, arena=arena, poison=self._poison)
+            made._turn.family = self._turn.family  # noqa: SLF001 - of its own class
             self._contexts.add(made)
             return made
 
@@ -111,6 +112,7 @@ class Executable(Context):
             if not self._spares_left:
                 return None
             made = _Spare(self.plan, self._resident, poison=self._poison)
+            made._turn.family = self._turn.family  # noqa: SLF001 - of its own class
             self._contexts.add(made)
             self._spares_left -= 1
             return made
@@ -135,15 +137,30 @@ class Executable(Context):
         """Do checked refits; ``ready`` is called once nothing else can fail."""
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
-        with self._making_spares.taken(), self._making_spares.lock, ExitStack() as stack:
-            contexts = [stack.enter_context(context._idle()) for context in chain((self,), self._contexts)]  # noqa: SLF001
-            old = [backend for loaded in contexts for backend in loaded.values()]
-            renewed = iter(self._resident.refit(refits, old, ready))
-            for loaded in contexts:
-                loaded.update({name: next(renewed) for name in loaded})
-            unused = set(old) - {backend for loaded in contexts for backend in loaded.values()}
+        with self._making_spares.taken(), self._making_spares.lock:
+            unused = self._while_idle(
+                lambda own: _while_all_idle(tuple(self._contexts), [own], lambda all_: self._renew(all_, refits, ready))
+            )
         for backend in unused:
             backend.close()
+
+    def _renew(
+        self,
+        loaded: Sequence[dict[str, Backend]],
+        refits: Sequence[refitting.Refit],
+        ready: Callable[[], None],
+    ) -> set[Backend]:
+        """Do refits for these backends, and return those that are then used no more."""
+        old = [backend for backends in loaded for backend in backends.values()]
+        renewed = iter(self._resident.refit(refits, old, ready))
+        for backends in loaded:
+            backends.update({name: next(renewed) for name in backends})
+        return set(old) - {backend for backends in loaded for backend in backends.values()}
+
+    def check_not_within(self) -> None:
+        """Raise InputError where this thread is in a call, here or in a context, or works for one."""
+        for guard in self._turn.family():
+            guard.check_not_within()
 
     def close(self) -> None:
         """Free everything, the contexts made of it too; calling it twice is harmless.
@@ -153,8 +170,7 @@ class Executable(Context):
         """
         if not self._turn.can_end:
             return
-        for context in (self, *self._contexts):
-            context._turn.check_not_within()  # noqa: SLF001 - of its own class
+        self.check_not_within()
         with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
         super().close()  # from here on no context is made
@@ -175,6 +191,29 @@ class _Spare(Context):
 
     _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - users see an executable
     _run = Context._run  # noqa: SLF001 - observers have seen the executable's call
+
+
+def _while_all_idle(
+    contexts: Sequence[Context], loaded: list[dict[str, Backend]], do: Callable[[list[dict[str, Backend]]], T]
+) -> T:
+    """What ``do`` returns for the backends ``loaded`` and those of these contexts, while all are idle."""
+    if not contexts:
+        return do(loaded)
+    first, *rest = contexts
+    return first._while_idle(lambda backends: _while_all_idle(rest, [*loaded, backends], do))  # noqa: SLF001
+
+
+def _guards(executable: "weakref.ref[Executable]") -> Sequence[Guard]:
+    """Those of an executable and its contexts."""
+    owner = executable()
+    if owner is None:
+        return ()
+    while True:
+        try:
+            turns = [context._turn for context in (owner, *owner._contexts)]  # noqa: SLF001 - of one module
+        except RuntimeError:  # another thread has made a context
+            continue
+        return [owner._making_spares, *turns]  # noqa: SLF001
 
 
 def _select(plan: Plan, name: str | None) -> Plan:

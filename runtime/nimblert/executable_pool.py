@@ -56,7 +56,9 @@ class ExecutablePool(Pool):
         self._calling: list[int] = []
         """The threads of the calls in flight."""
         self._closed = False
-        self._exclusive = False
+        self._exclusive: int | None = None
+        """The thread that has the pool for itself, or waits for that."""
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
@@ -88,6 +90,7 @@ class ExecutablePool(Pool):
 
         `Context.close` frees it, as does closing the pool.
         """
+        self._check_process()
         with self._state:
             self._wait_until_open()
             return min(self._members, key=lambda m: m.in_flight + len(m.contexts)).executable.context()
@@ -111,13 +114,17 @@ class ExecutablePool(Pool):
         with self._alone():
             for member in self._members:
                 for context in (member.executable, *member.contexts):
-                    context.reset()
+                    if not context._turn.closed:  # noqa: SLF001 - of the same package
+                        context.reset()
 
     def close(self) -> None:
         """Free every device once the calls in flight have ended; calling it twice is harmless.
 
-        Raises InputError within a call: in a signal handler or a finalizer that has interrupted it.
+        Does nothing in a forked process. Raises InputError within a call: in a signal handler or a finalizer that has
+        interrupted it.
         """
+        if os.getpid() != self._process:
+            return
         with self._state:
             self._check_not_within()
             self._closed = True
@@ -131,6 +138,7 @@ class ExecutablePool(Pool):
         """The executable for a call, which counts as in flight until the block ends."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
+        self._check_process()
         thread = get_ident()
         with self._state:
             self._wait_until_open()
@@ -149,28 +157,41 @@ class ExecutablePool(Pool):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Wait for the calls in flight, and let no more begin until the block ends."""
+        self._check_process()
         with self._state:
             self._check_not_within()
             self._wait_until_open()
-            self._exclusive = True
+            self._exclusive = get_ident()
         try:
             with self._state:
                 self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
             yield
         finally:
             with self._state:
-                self._exclusive = False
+                self._exclusive = None
                 self._state.notify_all()
 
     def _check_not_within(self) -> None:
-        if get_ident() in self._calling:
+        """Raise InputError where this thread is in a call, a refit or a reset of the pool, or works for a call."""
+        if get_ident() in (*self._calling, self._exclusive):
             raise within("pool")
+        for member in self._members:
+            member.executable.check_not_within()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
 
     def _wait_until_open(self) -> None:
         """Wait while a block of `_alone` runs. Raises InputError once the pool is closed."""
-        self._state.wait_for(lambda: self._closed or not self._exclusive)
+        self._state.wait_for(self._is_open)
         if self._closed:
             raise InputError("this pool is closed: load the plan again")
+
+    def _is_open(self) -> bool:
+        if self._exclusive is not None and not self._closed:
+            self._check_not_within()
+        return self._closed or self._exclusive is None
 
 
 @overload

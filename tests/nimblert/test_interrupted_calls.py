@@ -1,8 +1,13 @@
 """Signal handlers and finalizers that use the executable whose call they interrupt: nothing waits for itself."""
 
 import gc
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from kept_state import keeping
 
 import nimblert
 from nimblert import Arena, Context, Executable, InputError
+from nimblert.cpu.streams import Worker
 from nimblert.executable_pool import ExecutablePool
 
 X = np.ones(4, np.float32)
@@ -146,9 +152,8 @@ def test_a_pool_within_its_call(path: Path, use: str) -> None:
     with nimblert.load_pool(path) as pool:
         assert isinstance(pool, ExecutablePool)
         turn = pool._members[0].executable._turn
-        actions = {"close": pool.close, "refit": lambda: pool.refit({}), "reset": pool.reset}
         for _ in range(3):
-            result, message = interrupted(turn, lambda: pool(X), actions[use])
+            result, message = interrupted(turn, lambda: pool(X), _pool_uses(pool)[use])
             assert message.startswith("this pool")
             assert WITHIN in message
             assert np.array_equal(result, pool(X))
@@ -195,3 +200,122 @@ def test_a_server_that_closes_its_model_at_a_signal(path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
     with pytest.raises(InputError, match="closed"):
         kept[0](X)
+
+
+@pytest.mark.parametrize("use", ["close", "refit", "warm", "direct"])
+def test_a_finalizer_in_a_thread_that_works_for_a_call(model: Executable, use: str) -> None:
+    messages: list[str] = []
+
+    def finalize() -> None:
+        try:
+            (USES | CALLS)[use](model)
+        except InputError as exc:
+            messages.append(str(exc))
+
+    worker = Worker(finalize)
+    worker.start()
+    worker.wait()
+    worker.end()
+    worker.join()
+    assert len(messages) == (use != "direct")
+    assert all(WITHIN in message for message in messages)
+    assert np.allclose(model(X), 2 * np.tanh(1))
+
+
+@pytest.mark.parametrize("use", [*USES.values(), CALLS["direct"]])
+def test_what_would_wait_for_a_refit_that_waits_for_the_call(
+    model: Executable, use: Callable[[Executable], object]
+) -> None:
+    context = model.context()
+    threads: list[threading.Thread] = []
+
+    def refit_elsewhere() -> None:
+        threads.append(threading.Thread(target=model.refit, args=({},)))
+        threads[0].start()
+        while not model._turn.lock.locked():
+            time.sleep(1e-3)
+        use(model)
+
+    _, message = interrupted(context._turn, lambda: context(X), refit_elsewhere)
+    threads[0].join(20)
+    assert WITHIN in message
+    assert np.array_equal(context(X), model(X))
+
+
+def test_an_exception_within_a_change_of_state_that_is_kept(model: Executable) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        model.between_runs(interrupt)
+    with ThreadPoolExecutor(1) as threads:
+        assert np.array_equal(threads.submit(model, X).result(10), model(X))
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("use", ["call", "context", "close", "refit", "reset"])
+def test_a_pool_within_its_refit(path: Path, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    with nimblert.load_pool(path) as pool:
+        assert isinstance(pool, ExecutablePool)
+        expected = pool(X)
+        refit = Executable._refit
+
+        def interrupting(self: Executable, *args: Any, **options: Any) -> None:
+            with pytest.raises(InputError) as raised:
+                _pool_uses(pool)[use]()
+            messages.append(str(raised.value))
+            refit(self, *args, **options)
+
+        monkeypatch.setattr(Executable, "_refit", interrupting)
+        pool.refit({})
+        assert WITHIN in messages[0]
+        assert np.array_equal(pool(X), expected)
+
+
+@pytest.mark.parametrize("use", ["close", "refit", "reset"])
+def test_a_pool_within_the_call_of_a_context_of_it(path: Path, use: str) -> None:
+    with nimblert.load_pool(path) as pool, pool.context() as context, pool.context() as closed:
+        closed.close()
+        result, message = interrupted(context._turn, lambda: context(X), _pool_uses(pool)[use])
+        assert WITHIN in message
+        assert np.array_equal(result, pool(X))
+        pool.reset()
+
+
+def _pool_uses(pool: ExecutablePool) -> dict[str, Callable[[], object]]:
+    return {
+        "call": lambda: pool(X),
+        "context": pool.context,
+        "close": pool.close,
+        "refit": lambda: pool.refit({}),
+        "reset": pool.reset,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_pool_in_a_forked_process(path: Path) -> None:
+    with nimblert.load_pool(path) as pool:
+        turn = pool._members[0].executable._turn
+
+        def forked() -> None:
+            for use in _pool_uses(pool).values():
+                if use == pool.close:
+                    use()
+                else:
+                    with pytest.raises(InputError, match=r"^this pool was loaded in process \d+: load the plan again"):
+                        use()
+
+        def fork() -> None:
+            process = os.fork()
+            if process == 0:
+                with suppress(BaseException):
+                    forked()
+                    os._exit(0)
+                os._exit(1)
+            statuses.append(os.waitpid(process, 0)[1])
+
+        statuses: list[int] = []
+        interrupted(turn, lambda: pool(X), fork)
+        assert statuses == [0]
+        assert np.allclose(pool(X), 2 * np.tanh(1))

@@ -148,12 +148,11 @@ def test_the_state_of_a_context_that_another_thread_runs(loaded: Executable, ask
     entered, done = threading.Event(), threading.Event()
     with loaded.context() as context:
 
-        def work() -> None:
-            with context.between_runs():
-                entered.set()
-                done.wait()
+        def work(_: object) -> None:
+            entered.set()
+            done.wait()
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=context.between_runs, args=(work,))
         thread.start()
         entered.wait()
         try:

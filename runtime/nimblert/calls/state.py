@@ -2,10 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -47,13 +46,16 @@ class Working(Protocol):
         """An array of the caller on the GPU of this ordinal, ready to be read. Raises InputError where it cannot be."""
 
 
+T = TypeVar("T")
+
+
 class Owner(Protocol):
     """The context that has the state."""
 
     plan: Plan
 
-    def between_runs(self) -> AbstractContextManager[Working]:
-        """Its memory, which no run uses in the block. Raises InputError where it is closed or runs."""
+    def between_runs(self, do: Callable[[Working], T]) -> T:
+        """What ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -86,8 +88,7 @@ class State(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensor(name)
-        with self._context.between_runs() as working:
-            return _content(working, tensor)
+        return self._context.between_runs(lambda working: _content(working, tensor))
 
     def get(self, name: str, default: Any = None) -> Any:
         """The tensor of this name, or else ``default``."""
@@ -103,15 +104,19 @@ class State(Mapping[str, np.ndarray]):
         if not isinstance(values, Mapping):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
         given = list(values.items())  # values may be another state, even this one
-        with self._context.between_runs() as working:
+
+        def write(working: Working) -> None:
             checked = [self._checked(name, value, working) for name, value in given]
             for tensor, array in checked:
                 working.kept.write(tensor, array)
 
+        self._context.between_runs(write)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
-        with self._context.between_runs() as working:
-            content = {name: _content(working, tensor) for name, tensor in self._tensors.items()}
+        content = self._context.between_runs(
+            lambda working: {name: _content(working, tensor) for name, tensor in self._tensors.items()}
+        )
         safetensors.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
@@ -120,19 +125,22 @@ class State(Mapping[str, np.ndarray]):
         Nothing is written where a tensor does not fit. The file may be replaced meanwhile, but not overwritten in place
         or truncated.
         """
-        with self._context.between_runs() as working, safetensors.opened(path) as found:
-            if missing := [name for name in self._tensors if name not in found]:
-                raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-            for name in found:  # all before any is written
-                self._checked(name, found.outline(name), working)
-            for name, array in found.items():
-                working.kept.write(*self._checked(name, array, working))
+
+        def write(working: Working) -> None:
+            with safetensors.opened(path) as found:
+                if missing := [name for name in self._tensors if name not in found]:
+                    raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
+                for name in found:  # all before any is written
+                    self._checked(name, found.outline(name), working)
+                for name, array in found.items():
+                    working.kept.write(*self._checked(name, array, working))
+
+        self._context.between_runs(write)
 
     def on_device(self, name: str) -> "DeviceOutput":
         """A copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
-        with self._context.between_runs() as working:
-            return working.kept.copy(tensor)
+        return self._context.between_runs(lambda working: working.kept.copy(tensor))
 
     def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
         tensor = self._tensor(name)

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from nimblert.arrays import dlpack
@@ -18,28 +18,42 @@ Relaunch: TypeAlias = Callable[[Any], bool]
 Steps: TypeAlias = Generator[Work, None, None]
 
 
+inner_threads: set[int] = set()
+"""Threads that work for calls. A finalizer there may not wait for a call, which may wait for its thread."""
+
+
 class Guard:
     """A lock that refuses the thread that has it, which would wait for itself: ``with guard.taken(), guard.lock``.
 
     Where nobody has the ``lock``, ``with guard.owner, guard.lock`` will do. The two are of the interpreter itself, so
-    that no exception of a signal handler comes between them and the block.
+    that no exception of a signal handler comes between them and the block, which must not be in a generator: one that
+    is dropped ends in any thread.
     """
 
-    __slots__ = ("_noun", "lock", "owner")
+    __slots__ = ("_noun", "family", "lock", "owner")
 
     def __init__(self, noun: str) -> None:
         self.owner = threading.RLock()
         self.lock = threading.Lock()
+        self.family: Callable[[], Iterable[Guard]] = tuple
+        """Those that another thread may wait for while it has this one, as a refit does."""
         self._noun = noun
 
+    @property
+    def is_within(self) -> bool:
+        """Whether this thread has the lock."""
+        return self.lock.locked() and bool(self.owner._is_owned())  # type: ignore[attr-defined]  # noqa: SLF001 - as Condition
+
     def check_not_within(self) -> None:
-        """Raise InputError in the thread that has the lock."""
-        if self.lock.locked() and self.owner._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - as Condition
+        """Raise InputError in the thread that has the lock, and in one that works for a call."""
+        if self.is_within or threading.get_ident() in inner_threads:
             raise within(self._noun)
 
     def taken(self) -> threading.RLock:
-        """The owner, to be had before the lock. Raises InputError in the thread that has the lock."""
+        """The owner, to be had before the lock. Raises InputError where this thread may wait for itself."""
         self.check_not_within()
+        if self.lock.locked() and any(other.is_within for other in self.family()):
+            raise within(self._noun)
         return self.owner
 
 
@@ -76,11 +90,10 @@ class Turn(Guard):
         if self.lock.locked():
             if self._holder == threading.get_ident():
                 raise InputError(f"this {self._noun} can no longer be used: the interpreter is shutting down")
-            self.check_not_within()
-            if not self.waits:
+            if not self.waits and not self.is_within:
                 busy = f"this {self._noun} is at work in another thread"
                 raise InputError(f"{busy}: each takes one of its own, context()")
-        return self.owner
+        return super().taken()
 
     def check_process(self) -> None:
         """Raise InputError in a forked process."""

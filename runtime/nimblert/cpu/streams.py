@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
+from nimblert.calls.turn import inner_threads
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command
 
@@ -73,6 +74,13 @@ class Worker:
         self._thread.join()
 
     def _serve(self) -> None:
+        inner_threads.add(threading.get_ident())
+        try:
+            self._serve_calls()
+        finally:
+            inner_threads.discard(threading.get_ident())
+
+    def _serve_calls(self) -> None:
         while True:
             self._wake.acquire()
             if self._ending:

@@ -4,8 +4,11 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from threading import get_ident
 
 import numpy as np
+
+from nimblert.calls.turn import inner_threads
 
 PART_NBYTES = 1 << 20
 """The size of a part, which one thread copies."""
@@ -62,7 +65,8 @@ def _threads() -> ThreadPoolExecutor:
     process = os.getpid()
     if process not in _pools:
         _pools.clear()  # threads of the parent process are not in this one
-        _pools[process] = ThreadPoolExecutor(min(_COPIERS, os.cpu_count() or 1), "nimblert-copy")
+        count = min(_COPIERS, os.cpu_count() or 1)
+        _pools[process] = ThreadPoolExecutor(count, "nimblert-copy", lambda: inner_threads.add(get_ident()))
     return _pools[process]
 
 
