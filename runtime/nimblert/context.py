@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Never, Self, TypeAlias, TypeVar
+from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from nimblert.calls.direct_calls import DirectCalls
 from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.outputs import checked_out
 from nimblert.calls.parts import serve
-from nimblert.calls.state import State, Working
+from nimblert.calls.state import State, T, Working
 from nimblert.calls.turn import Relaunch, Steps, Turn, relaunch
 from nimblert.dimensions import Shapes
 from nimblert.errors import InputError
@@ -26,8 +26,6 @@ from nimblert.timing import CommandTime, command_times
 
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays of the caller by the name of an input or output."""
-
-T = TypeVar("T")
 
 _ALONE = nullcontext()
 

@@ -17,8 +17,9 @@ from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Backend, Resident
 from nimblert.calls.entries import Signature
+from nimblert.calls.state import T
 from nimblert.calls.turn import Guard
-from nimblert.context import Arrays, Context, T
+from nimblert.context import Arrays, Context
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
 from nimblert.files import container

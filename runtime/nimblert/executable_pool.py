@@ -58,7 +58,6 @@ class ExecutablePool(Pool):
         self._closed = False
         self._exclusive: int | None = None
         """The thread that has the pool for itself, or waits for that."""
-        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
@@ -129,7 +128,7 @@ class ExecutablePool(Pool):
             self._check_not_within()
             self._closed = True
             self._state.notify_all()
-            self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
+            self._state.wait_for(lambda: not self._calling)
         for member in self._members:
             member.executable.close()
 
@@ -164,7 +163,7 @@ class ExecutablePool(Pool):
             self._exclusive = get_ident()
         try:
             with self._state:
-                self._state.wait_for(lambda: not any(member.in_flight for member in self._members))
+                self._state.wait_for(lambda: not self._calling)
             yield
         finally:
             with self._state:
@@ -177,10 +176,6 @@ class ExecutablePool(Pool):
             raise within("pool")
         for member in self._members:
             member.executable.check_not_within()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
 
     def _wait_until_open(self) -> None:
         """Wait while a block of `_alone` runs. Raises InputError once the pool is closed."""

@@ -1,5 +1,6 @@
 """What pools of devices have in common: the plan that they serve."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never, Self
@@ -20,6 +21,7 @@ class Pool(ABC):
         self.plan = plan
         self._signatures = Entries(plan)
         self._keeps = keeps_state(plan)
+        self._process = os.getpid()
 
     def __reduce__(self) -> Never:
         raise InputError("a copy of this pool cannot be made, nor a pickle: load the plan where it is to run")
@@ -48,6 +50,11 @@ class Pool(ABC):
     def weights(self) -> dict[str, Tensor]:
         """As `Executable.weights`."""
         return refitting.replaceable(self.plan)
+
+    def _check_process(self) -> None:
+        """Raise InputError in a forked process."""
+        if os.getpid() != self._process:
+            raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
 
     @abstractmethod
     def run(

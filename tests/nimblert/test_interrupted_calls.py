@@ -178,7 +178,7 @@ def test_a_finalizer(model: Executable) -> None:
 
 
 def test_a_server_that_closes_its_model_at_a_signal(path: Path) -> None:
-    """As the guide shows: the handler ends the program, whose block closes the model."""
+    """As docs/serving.md advises: the handler ends the program, whose block closes the model."""
     kept: list[Executable] = []
 
     def serve() -> None:

@@ -38,7 +38,6 @@ class ProcessPool(Pool):
     def __init__(self, plan: Plan, layouts: Layouts, processes: Sequence[Process], weights: Memory) -> None:
         """``processes`` have loaded the plan, and end with the pool; see `nimblert.load_pool`."""
         super().__init__(plan)
-        self._process = os.getpid()
         self._dispatcher = Dispatcher(processes, partial(_end, tuple(processes), weights))
         self._layouts = layouts
         self._all = tuple(processes)
@@ -195,10 +194,6 @@ class ProcessPool(Pool):
     def holdings(self) -> tuple[object, ...]:
         """The processes, which are the parent's in a forked process."""
         return (self._all,)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise InputError(f"this pool was loaded in process {self._process}: load the plan again in this one")
 
 
 def _refused(value: Any, ordinal: int) -> Never:
