@@ -488,7 +488,9 @@ def test_an_error_of_the_pool_itself_keeps_nobody_waiting(
     thread = pool._dispatcher._threads[0]
     with ThreadPoolExecutor(3) as threads:
         with stopped(pool):
-            calls = [threads.submit(pool, X) for _ in range(3)]
+            calls = [threads.submit(pool, X)]
+            until(lambda: len(pool._dispatcher._calls) == 1)
+            calls += [threads.submit(pool, X) for _ in range(2)]
             until(lambda: len(pool._dispatcher.waiting) == 2)
             monkeypatch.setattr(pool._dispatcher, broken, fail)
         ends = [str(call.exception(20)) for call in calls]
