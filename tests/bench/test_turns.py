@@ -134,13 +134,19 @@ def test_one_that_hangs_in_its_turn_gives_it_back() -> None:
 
 def test_time_spent_waiting_or_standing_still_does_not_count(tmp_path: Path) -> None:
     """The last of six waits for longer than the limit, and what gets ready meanwhile stands still for longer."""
-    folder = f"import pathlib\nfolder = pathlib.Path({str(tmp_path)!r})\n"
-    ready = f"{folder}import time\nwhile len(list(folder.iterdir())) < 6: time.sleep(0.01)\n"
-    measured = (f"{measuring(0.5)}{folder}(folder / '{i}').touch()\n" for i in range(6))
-    jobs = [job("gets ready", ready, limit_s=2.5), *(job(str(i), code, limit_s=2.5) for i, code in enumerate(measured))]
-    results = run(*jobs, side_by_side=7)
-    assert len(results) == 7
-    assert not [r["failed"] for r in results.values() if "failed" in r]
+    for limit_s in (2.5, 10.0):  # on a machine at work, Python may take longer to start than the first
+        own = tmp_path / str(limit_s)
+        own.mkdir()
+        folder = f"import pathlib\nfolder = pathlib.Path({str(own)!r})\n"
+        ready = f"{folder}import time\nwhile len(list(folder.iterdir())) < 6: time.sleep(0.01)\n"
+        measured = (f"{measuring(limit_s / 5)}{folder}(folder / '{i}').touch()\n" for i in range(6))
+        jobs = [job("gets ready", ready, limit_s), *(job(str(i), code, limit_s) for i, code in enumerate(measured))]
+        results = run(*jobs, side_by_side=7)
+        assert len(results) == 7
+        failed = [r["failed"] for r in results.values() if "failed" in r]
+        if not failed:
+            break
+    assert not failed
 
 
 def test_nothing_starts_when_the_time_is_over() -> None:

@@ -1,5 +1,6 @@
 """Streams of a CPU program: what a Ctrl-C, a failure or a missing thread leaves behind."""
 
+import itertools
 import os
 import signal
 import sys
@@ -42,10 +43,9 @@ def streams(*bound: Sequence[Bound], gates: Sequence[threading.Lock] = ()) -> St
     return Streams(bound, gates, Options(), (ValueError,), lambda command, _: type(command).__name__)
 
 
-def interrupt_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, partial(os.kill, os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+def interrupt() -> None:
+    """As Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def branches(folder: Path, count: int) -> Plan:
@@ -66,30 +66,35 @@ def branches(folder: Path, count: int) -> Plan:
 
 def test_an_interrupt_stops_every_stream_at_its_next_command() -> None:
     done: list[str] = []
+    counter = itertools.count()
 
     def slow(name: str) -> None:
         time.sleep(0.02)
         done.append(name)
+        if next(counter) == 10:
+            interrupt()
 
     ready = streams(*(steps(2000, partial(slow, name)) for name in "abc"))  # forty seconds
-    timer = interrupt_after(0.1)
     with pytest.raises(KeyboardInterrupt):
         ready.run()
-    timer.join()
     stopped = len(done)
     time.sleep(0.1)
-    assert 0 < stopped == len(done) < 3000
+    assert 0 < stopped == len(done) < 6000
     ready.close()
 
 
 def test_a_run_after_an_interrupt_is_whole() -> None:
     done: list[int] = []
     pauses = [0.5]
-    ready = streams(steps(30, lambda: time.sleep(pauses[0])), steps(30, lambda: done.append(1)))
-    timer = interrupt_after(0.05)
+
+    def step() -> None:
+        done.append(1)
+        if pauses[0] and len(done) == 20:
+            interrupt()
+
+    ready = streams(steps(30, lambda: time.sleep(pauses[0])), steps(30, step))
     with pytest.raises(KeyboardInterrupt):
         ready.run()
-    timer.join()
     done.clear()
     pauses[0] = 0
     ready.run()
@@ -100,11 +105,11 @@ def test_a_run_after_an_interrupt_is_whole() -> None:
 def test_an_interrupt_frees_streams_that_wait_for_one_another() -> None:
     gate, never = threading.Lock(), threading.Lock()
     waiting = [(Wait(stream=1, event=1), partial(pass_gate, never)), (Record(stream=1, event=0), partial(unlock, gate))]
-    ready = streams([(Wait(stream=0, event=0), partial(pass_gate, gate))], waiting, gates=[gate, never])
-    timer = interrupt_after(0.05)
+    first = [(Wait(stream=0, event=0), partial(pass_gate, gate))]
+    third = [*steps(1, partial(time.sleep, 0.05)), *steps(1, interrupt)]
+    ready = streams(first, waiting, third, gates=[gate, never])
     with pytest.raises(KeyboardInterrupt):
         ready.run()
-    timer.join()
     ready.close()
 
 
@@ -119,12 +124,12 @@ def test_a_failure_stops_the_other_streams(failing: int) -> None:
     def fail() -> None:
         raise ValueError("no such index")
 
-    bound = [steps(400, slow), steps(400, slow)]
+    bound = [steps(4000, slow), steps(4000, slow)]  # twenty seconds
     bound[failing][3] = (work(), fail)
     ready = streams(*bound)
     with pytest.raises(InputError, match="Memset: failed on these inputs: no such index"):
         ready.run()
-    assert len(done) < 100
+    assert len(done) < 4000
     ready.close()
 
 
@@ -229,8 +234,8 @@ signal.signal(signal.SIGALRM, interrupt)
 with nimblert.load(sys.argv[1]) as model:
     x = np.ones((2, 3), np.float32)
     for run in (lambda: model(np.float32(101), x), lambda: list(model.steps({"g": np.float32(101), "x": x}))):
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             run()
             print("ended")
         except KeyboardInterrupt:

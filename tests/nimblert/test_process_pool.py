@@ -21,7 +21,7 @@ from cpu_plans import bent_sum, floats, plan_file, write_model
 from memory_use import current
 from onnx import TensorProto, helper
 from plans import cpu_plan, cuda_plan
-from process_pools import child, copying, file_count, gone, hung_up, pids, pool_of, stopped, until, weighted
+from process_pools import calls_of, child, copying, file_count, gone, hung_up, pids, pool_of, stopped, until, weighted
 from programs import bare
 from sized_plans import sized
 
@@ -196,7 +196,7 @@ def test_tasks_take_no_threads_and_their_calls_keep_their_order() -> None:
         with stopped(pool):
             calls = [asyncio.ensure_future(call(number)) for number in range(100)]
             await asyncio.sleep(0)  # they all begin
-            until(lambda: len(pool._dispatcher.waiting) == 99)
+            until(lambda: calls_of(pool) == (1, 99))
             during = threading.active_count()
         await asyncio.gather(*calls)
         return during
@@ -242,7 +242,7 @@ def test_a_cancelled_task_leaves_its_call_and_a_closed_loop_its_answer() -> None
     with pool_of(sized(2, 4), 1) as pool:
         with stopped(pool):
             asyncio.run(cancelled())
-            assert pool._all[0].in_flight == 1
+            until(lambda: pool._all[0].in_flight == 1)
         until(lambda: pool._all[0].in_flight == 0)
         assert same(asyncio.run(pool.arun(rows(2))), {"y": rows(2)["x"], "z": rows(2)["w"]})
         with pytest.raises(InputError, match="missing"):
@@ -254,8 +254,8 @@ def test_an_interrupted_call_writes_no_output_later(tmp_path: Path) -> None:
 y = np.zeros(4, np.float32)
 for process in pool._all:
     os.kill(process._popen.pid, signal.SIGSTOP)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     pool.run({"x": x}, out={"y": y})
 except KeyboardInterrupt:
     print("interrupted")
@@ -282,10 +282,10 @@ def test_a_call_takes_the_process_with_the_fewest_in_flight(pool: ProcessPool) -
     with ThreadPoolExecutor(8) as threads:
         with stopped(pool):
             calls = [threads.submit(pool.run, rows(2)) for _ in range(3)]
-            until(lambda: sum(process.in_flight for process in pool._all) == 3)
+            until(lambda: calls_of(pool) == (3, 0))
             assert sorted(process.in_flight for process in pool._all) == [1, 2]
             calls += [threads.submit(pool.run, rows(2)) for _ in range(5)]
-            until(lambda: len(pool._dispatcher.waiting) == 4)
+            until(lambda: calls_of(pool) == (4, 4))
             assert [process.in_flight for process in pool._all] == [2, 2]
         assert all(np.array_equal(call.result(20)["y"], rows(2)["x"]) for call in calls)
 
@@ -335,7 +335,7 @@ def test_calls_of_a_lost_process_end_and_those_that_wait_for_it_do_too() -> None
     with pool_of(cpu_plan(), 1) as pool, ThreadPoolExecutor(5) as threads:
         with stopped(pool):
             calls = [threads.submit(pool.run, numbers()) for _ in range(5)]
-            until(lambda: len(pool._dispatcher.waiting) == 3)
+            until(lambda: calls_of(pool) == (2, 3))
             os.kill(pids(pool)[0], signal.SIGKILL)
             texts = sorted(str(call.exception(20)) for call in calls)
         assert texts[:2] == ["device 0: its process was ended by SIGKILL during this call: load the plan again"] * 2
@@ -446,8 +446,8 @@ for process in pool._all:
     while " T " not in Path(f"/proc/{process._popen.pid}/stat").read_text():
         time.sleep(0.001)
 for count in range(6):  # four in flight, then two that wait for one of them to end
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         pool(x + 100 + count)
         print("not interrupted")
     except KeyboardInterrupt:
@@ -476,7 +476,7 @@ def test_closing_waits_for_calls_and_refuses_those_that_wait_for_a_slot() -> Non
     with ThreadPoolExecutor(6) as threads:
         with stopped(pool):
             calls = [threads.submit(pool.run, rows(2)) for _ in range(4)]
-            until(lambda: len(pool._dispatcher.waiting) == 2)
+            until(lambda: calls_of(pool) == (2, 2))
             closing = threads.submit(pool.close)
             until(lambda: pool._dispatcher.is_closed)
             assert not closing.done()

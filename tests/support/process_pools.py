@@ -63,6 +63,11 @@ def pids(pool: ProcessPool) -> list[int]:
     return [process._popen.pid for process in pool._all]
 
 
+def calls_of(pool: ProcessPool) -> tuple[int, int]:
+    """The numbers of calls in flight and of those that wait."""
+    return len(pool._dispatcher._calls), len(pool._dispatcher.waiting)
+
+
 def gone(pid: int) -> bool:
     """Whether no process has this number, other than one that waits for its parent to look."""
     return _states(pid) <= {"Z"}
