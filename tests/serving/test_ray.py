@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-from serving import Shop, answered, command, infer, stocked
+from serving import Shop, answered, command, infer, request, stocked
 from subprocesses import ROOT
 
 from nimblert.files import container
@@ -106,7 +107,7 @@ def test_a_killed_replica_loses_no_request_without_an_error(shop: Shop, server: 
     facts = json.loads(shop.run(command("--kill").replace("4711", str(server.pid))))
     assert facts["right"] + sum(facts["errors"].values()) == facts["sent"]
     assert (facts["wrong"], facts["lost"]) == (0, 0)
-    assert facts["errors_until_s"] < 5
+    assert facts["errors_until_s"] < 15
     assert facts["killed"] not in facts["replicas"]
     assert len(facts["replicas"]) == 2
     assert facts["replaced_after_s"] < 30
@@ -115,11 +116,12 @@ def test_a_killed_replica_loses_no_request_without_an_error(shop: Shop, server: 
 
 def test_what_was_accepted_is_answered_before_the_end(shop: Shop, server: subprocess.Popen[bytes]) -> None:
     rows = 20_000
+    call = partial(answered, f"{URL}/infer", request(rows), Content_Type="application/json")
     begin = time.monotonic()
-    assert infer(URL, rows)[0] == 200
+    assert call()[0] == 200
     half = (time.monotonic() - begin) / 2
     found: list[tuple[int, str]] = []
-    caller = threading.Thread(target=lambda: found.append(infer(URL, rows)))
+    caller = threading.Thread(target=lambda: found.append(call()))
     caller.start()
     time.sleep(half)
     server.send_signal(signal.SIGTERM)

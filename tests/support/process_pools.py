@@ -90,7 +90,7 @@ def hung_up(process: Process) -> bool:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -115,8 +115,12 @@ def stopped(pool: ProcessPool) -> Iterator[None]:
 
 
 CHILD = """
-import os, signal, sys, threading, time, numpy as np, nimblert
+import os, pathlib, signal, sys, threading, time, numpy as np, nimblert
 options = dict(processes=True, warm=True)
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while any(") T " not in stat.read_text() for stat in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")):
+        time.sleep(0.001)
 pool = nimblert.load_pool(sys.argv[1], devices=[0, 0], contexts=2, **options)
 x = np.ones(4, np.float32)
 expected = pool(x)

@@ -97,8 +97,13 @@ def stocked(folder: Path, name: str) -> Shop:
 
 def infer(url: str, rows: int, **changes: object) -> tuple[int, str]:
     """Status and body of a call of the digits model, with changes to the tensor that is sent."""
+    return answered(f"{url}/infer", request(rows, **changes), Content_Type="application/json")
+
+
+def request(rows: int, **changes: object) -> bytes:
+    """The body of a call of the digits model, with changes to the tensor that is sent."""
     tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
-    return answered(f"{url}/infer", json.dumps({"inputs": [tensor]}).encode(), Content_Type="application/json")
+    return json.dumps({"inputs": [tensor]}).encode()
 
 
 def answered(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
