@@ -2,19 +2,18 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import index
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from nimblert.calls import refitting
 from nimblert.calls.refitting import NewWeights
-from nimblert.calls.turn import within
+from nimblert.calls.turn import Guard
 from nimblert.context import Context
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
@@ -26,19 +25,30 @@ from nimblert.pool import Pool, ordinals
 if TYPE_CHECKING:
     from nimblert.processes import ProcessPool
 
+_Result = TypeVar("_Result")
+
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An executable, the number of its calls in flight, and that of all its calls so far."""
+    """An executable, and the number of its calls so far."""
 
     executable: Executable
-    in_flight: int = 0
     given: int = 0
 
     @property
     def contexts(self) -> tuple[Context, ...]:
         """The live contexts of the executable."""
         return tuple(self.executable._contexts)  # noqa: SLF001 - of the same package
+
+
+class _Call(Guard):
+    """A call, which is in flight as long as its thread has the lock, whatever exception ends it."""
+
+    __slots__ = ("member",)
+
+    def __init__(self, member: _Member) -> None:
+        super().__init__("pool")
+        self.member = member
 
 
 class ExecutablePool(Pool):
@@ -52,12 +62,13 @@ class ExecutablePool(Pool):
         """``executables`` are of one plan, and closed with the pool; see `load_pool`."""
         super().__init__(executables[0].plan)
         self._members = [_Member(executable) for executable in executables]
-        self._state = threading.Condition()
-        self._calling: list[int] = []
-        """The threads of the calls in flight."""
+        self._calls = calls = list[_Call]()
+        """Those in flight, and perhaps some that an exception of a signal handler has ended."""
         self._closed = False
-        self._exclusive: int | None = None
-        """The thread that has the pool for itself, or waits for that."""
+        self._exclusive = exclusive = threading.Lock()
+        """Taken within the guard by who has the pool for itself, or waits for that."""
+        self._guard = Guard("pool")
+        self._guard.family = lambda: _in_flight(calls) if exclusive.locked() else ()
 
     def __repr__(self) -> str:
         return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
@@ -71,8 +82,7 @@ class ExecutablePool(Pool):
         self, *args: Any, entry: str | None = None, **kwargs: Any
     ) -> np.ndarray | tuple[np.ndarray, ...]:
         """As a call of an executable, on the device with the fewest calls in flight."""
-        with self._turn() as executable:
-            return executable(*args, entry=entry, **kwargs)
+        return self._call(lambda executable: executable(*args, entry=entry, **kwargs))
 
     def run(
         self, arrays: Mapping[str, Any], *, entry: str | None = None, out: Mapping[str, Any] | None = None
@@ -81,8 +91,7 @@ class ExecutablePool(Pool):
 
         Raises InputError, CudaError.
         """
-        with self._turn() as executable:
-            return executable.run(arrays, entry=entry, out=out)
+        return self._call(lambda executable: executable.run(arrays, entry=entry, out=out))
 
     def context(self) -> Context:
         """A new context, with a state of its own, on the device with the fewest calls in flight and contexts.
@@ -90,9 +99,10 @@ class ExecutablePool(Pool):
         `Context.close` frees it, as does closing the pool.
         """
         self._check_process()
-        with self._state:
-            self._wait_until_open()
-            return min(self._members, key=lambda m: m.in_flight + len(m.contexts)).executable.context()
+        with self._guard.taken(), self._guard.lock:
+            self._check_open()
+            busy = [call.member for call in _in_flight(self._calls)]
+            return min(self._members, key=lambda m: busy.count(m) + len(m.contexts)).executable.context()
 
     def refit(self, weights: NewWeights) -> None:
         """Replace weights on all devices, as `Executable.refit` does on one.
@@ -100,21 +110,25 @@ class ExecutablePool(Pool):
         Calls in flight end before the change, and others begin after it. The arrays are on the host. No device
         changes before all are prepared; where one cannot be, none changes. Raises InputError, CudaError.
         """
-        with self._alone():
-            refits = [
-                partial(one._refit, refitting.checked(self.plan, weights, one._working.take))  # noqa: SLF001
-                for one in (member.executable for member in self._members)
-            ]
-            # Each prepares, has those before it prepare and change, then changes itself.
-            reduce(lambda ready, refit: partial(refit, ready=ready), refits)()
+        self._alone(partial(self._refit, weights))
+
+    def _refit(self, weights: NewWeights) -> None:
+        refits = [
+            partial(one._refit, refitting.checked(self.plan, weights, one._working.take))  # noqa: SLF001
+            for one in (member.executable for member in self._members)
+        ]
+        # Each prepares, has those before it prepare and change, then changes itself.
+        reduce(lambda ready, refit: partial(refit, ready=ready), refits)()
 
     def reset(self) -> None:
         """Give the state of every context its initial values, those of the plan."""
-        with self._alone():
-            for member in self._members:
-                for context in (member.executable, *member.contexts):
-                    if not context._turn.closed:  # noqa: SLF001 - of the same package
-                        context.reset()
+        self._alone(self._reset)
+
+    def _reset(self) -> None:
+        for member in self._members:
+            for context in (member.executable, *member.contexts):
+                if not context._turn.closed:  # noqa: SLF001 - of the same package
+                    context.reset()
 
     def close(self) -> None:
         """Free every device once the calls in flight have ended; calling it twice is harmless.
@@ -124,69 +138,71 @@ class ExecutablePool(Pool):
         """
         if os.getpid() != self._process:
             return
-        with self._state:
-            self._check_not_within()
-            self._closed = True
-            self._state.notify_all()
-            self._state.wait_for(lambda: not self._calling)
-        for member in self._members:
-            member.executable.close()
+        self._check_not_within()
+        self._closed = True
+        with self._guard.taken(), self._guard.lock, self._exclusive:
+            self._wait_for_calls()
+            for member in self._members:
+                member.executable.close()
 
-    @contextmanager
-    def _turn(self) -> Iterator[Executable]:
-        """The executable for a call, which counts as in flight until the block ends."""
+    def _call(self, use: Callable[[Executable], _Result]) -> _Result:
+        """What ``use`` returns of the executable for a call, which is in flight meanwhile."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
         self._check_process()
-        thread = get_ident()
-        with self._state:
-            self._wait_until_open()
-            member = min(self._members, key=lambda m: (m.in_flight, m.given))
-            member.in_flight += 1
-            member.given += 1
-            self._calling.append(thread)
-        try:
-            yield member.executable
-        finally:
-            with self._state:
-                member.in_flight -= 1
-                self._calling.remove(thread)
-                self._state.notify_all()
+        while True:
+            call = _Call(self._idlest())
+            with call.owner, call.lock:
+                self._calls.append(call)  # before the look at others, who then look at the calls
+                try:
+                    self._check_open()
+                    if not self._exclusive.locked():
+                        call.member.given += 1
+                        return use(call.member.executable)
+                finally:
+                    self._calls.remove(call)
+            with self._guard.taken(), self._guard.lock:  # once who has the pool for itself is done
+                pass
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait for the calls in flight, and let no more begin until the block ends."""
+    def _idlest(self) -> _Member:
+        """The member with the fewest calls in flight; of several, that with the fewest so far."""
+        busy = [call.member for call in _in_flight(self._calls)]
+        return min(self._members, key=lambda member: (busy.count(member), member.given))
+
+    def _alone(self, change: Callable[[], object]) -> None:
+        """Wait for the calls in flight, and change something before others begin."""
         self._check_process()
-        with self._state:
-            self._check_not_within()
-            self._wait_until_open()
-            self._exclusive = get_ident()
-        try:
-            with self._state:
-                self._state.wait_for(lambda: not self._calling)
-            yield
-        finally:
-            with self._state:
-                self._exclusive = None
-                self._state.notify_all()
+        self._check_not_within()
+        with self._guard.taken(), self._guard.lock, self._exclusive:
+            self._check_open()
+            self._wait_for_calls()
+            change()
+
+    def _wait_for_calls(self) -> None:
+        for call in _in_flight(self._calls):
+            with call.lock:
+                pass
 
     def _check_not_within(self) -> None:
         """Raise InputError where this thread is in a call, a refit or a reset of the pool, or works for a call."""
-        if get_ident() in (*self._calling, self._exclusive):
-            raise within("pool")
+        for guard in (self._guard, *_in_flight(self._calls)):
+            guard.check_not_within()
         for member in self._members:
             member.executable.check_not_within()
 
-    def _wait_until_open(self) -> None:
-        """Wait while a block of `_alone` runs. Raises InputError once the pool is closed."""
-        self._state.wait_for(self._is_open)
+    def _check_open(self) -> None:
         if self._closed:
             raise InputError("this pool is closed: load the plan again")
 
-    def _is_open(self) -> bool:
-        if self._exclusive is not None and not self._closed:
-            self._check_not_within()
-        return self._closed or self._exclusive is None
+
+def _in_flight(calls: list[_Call]) -> list[_Call]:
+    """Those whose threads are at work; others are removed."""
+    found = [*calls]
+    for call in found:
+        if not call.lock.locked():
+            with suppress(ValueError):  # another thread has removed it
+                calls.remove(call)
+    return [call for call in found if call.lock.locked()]
 
 
 @overload

@@ -1,6 +1,8 @@
 """One plan on several devices: calls are spread, weights are replaced on all or none, a kernel that fails ends all."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -257,27 +259,24 @@ def test_closing_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
         closing.result()
 
 
-def test_a_refit_that_is_interrupted_while_it_waits_ends_nothing(
-    put: Callable[[np.ndarray], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refit_that_is_interrupted_while_it_waits_ends_nothing(put: Callable[[np.ndarray], Any]) -> None:
     del put
     x = drawn(1, SHAPE)
-    with load_pool(weighted()) as pool:
-        waits = iter((False, True))
+    with load_pool(weighted()) as pool, ThreadPoolExecutor(2) as threads:
 
-        def wait_for(holds: Callable[[], bool]) -> bool:
-            if next(waits, False):
-                raise KeyboardInterrupt
-            return holds()
+        def interrupt() -> None:
+            until(pool._exclusive.locked)
+            os.kill(os.getpid(), signal.SIGINT)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(pool._state, "wait_for", wait_for)
+        with held() as began:
+            call = threads.submit(pool.run, {"x": x})
+            until(lambda: bool(began()))
+            interrupting = threads.submit(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.refit({"w": x})
-        with ThreadPoolExecutor(1) as threads:
-            calling = threads.submit(pool, x)
-            until(calling.done)
-            assert np.array_equal(calling.result(), drawn(0, SHAPE))
+        for calling in (call, threads.submit(pool.run, {"x": x})):
+            assert np.array_equal(calling.result(20)["y"], drawn(0, SHAPE))
+        interrupting.result()
 
 
 @on_host

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,7 +158,33 @@ def test_a_pool_within_its_call(path: Path, use: str) -> None:
             assert message.startswith("this pool")
             assert WITHIN in message
             assert np.array_equal(result, pool(X))
-        assert not pool._calling
+        assert not pool._calls
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="with can skip __exit__: python/cpython#148874")
+def test_interrupted_calls_of_a_pool_are_no_longer_in_flight(path: Path) -> None:
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    fail = signal.signal(signal.SIGALRM, interrupt)
+    delays = np.random.default_rng(0)
+    with nimblert.load_pool(path) as pool:
+        expected = pool(X)
+        for _ in range(1000):
+            armed = True
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-6, 2e-4))
+                while armed:
+                    pool(X)
+        signal.signal(signal.SIGALRM, fail)
+        signal.alarm(20)
+        pool.refit({})
+        assert np.array_equal(pool(X), expected)
 
 
 def test_a_finalizer(model: Executable) -> None:
