@@ -387,9 +387,8 @@ class Context:
             with turn.owner, turn.lock:  # while others of the executable are held
                 if not turn.closed:
                     turn.check_ready()
-                result = do({} if turn.closed else self._backends)
                 self._changed()
-                return result
+                return do({} if turn.closed else self._backends)
         finally:
             turn.waits = waits
 

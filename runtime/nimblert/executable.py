@@ -16,6 +16,7 @@ import numpy as np
 from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Backend, Resident
+from nimblert.calls.changing import Commit, uninterrupted
 from nimblert.calls.entries import Signature
 from nimblert.calls.state import T
 from nimblert.calls.turn import Guard
@@ -128,34 +129,35 @@ class Executable(Context):
 
         Later runs compute what a plan compiled with these weights would, as fast as before. The arrays are copied; a
         file is mapped into memory meanwhile, and must not be truncated.
-        Runs of other threads and contexts end before the change, or begin after it. ``plan`` is not changed.
+        Runs of other threads and contexts end before the change, or begin after it; an exception of a signal handler is
+        raised before it or after it. ``plan`` is not changed.
         `weights` lists the replaceable ones: without ``--refittable``, those that the plan holds as the model has
         them. Weights that were folded into one constant must be given together. Raises InputError.
         """
         self._refit(refitting.checked(self.plan, weights, self._working.take))
 
-    def _refit(self, refits: Sequence[refitting.Refit], ready: Callable[[], None] = lambda: None) -> None:
-        """Do checked refits; ``ready`` is called once nothing else can fail."""
+    def _refit(self, refits: Sequence[refitting.Refit], commit: Commit = uninterrupted) -> None:
+        """Do checked refits; ``commit`` is called with the change once nothing else can fail."""
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
+        renew = partial(self._renew, refits, commit)
         with self._making_spares.taken(), self._making_spares.lock:
-            unused = self._while_idle(
-                lambda own: _while_all_idle(tuple(self._contexts), [own], lambda all_: self._renew(all_, refits, ready))
-            )
+            unused = self._while_idle(lambda own: _while_all_idle(tuple(self._contexts), [own], renew))
         for backend in unused:
             backend.close()
 
     def _renew(
-        self,
-        loaded: Sequence[dict[str, Backend]],
-        refits: Sequence[refitting.Refit],
-        ready: Callable[[], None],
+        self, refits: Sequence[refitting.Refit], commit: Commit, loaded: Sequence[dict[str, Backend]]
     ) -> set[Backend]:
         """Do refits for these backends, and return those that are then used no more."""
         old = [backend for backends in loaded for backend in backends.values()]
-        renewed = iter(self._resident.refit(refits, old, ready))
-        for backends in loaded:
-            backends.update({name: next(renewed) for name in backends})
+
+        def replace_old(renewed: Sequence[Backend]) -> None:
+            successors = iter(renewed)
+            for backends in loaded:
+                backends.update({name: next(successors) for name in backends})
+
+        self._resident.refit(refits, old, replace_old, commit)
         return set(old) - {backend for backends in loaded for backend in backends.values()}
 
     def check_not_within(self) -> None:

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from nimblert.calls import refitting
+from nimblert.calls.changing import Change, Commit, uninterrupted
 from nimblert.calls.refitting import NewWeights
 from nimblert.calls.turn import Guard
 from nimblert.context import Context
@@ -117,8 +118,7 @@ class ExecutablePool(Pool):
             partial(one._refit, refitting.checked(self.plan, weights, one._working.take))  # noqa: SLF001
             for one in (member.executable for member in self._members)
         ]
-        # Each prepares, has those before it prepare and change, then changes itself.
-        reduce(lambda ready, refit: partial(refit, ready=ready), refits)()
+        _refit_all(refits, ())
 
     def reset(self) -> None:
         """Give the state of every context its initial values, those of the plan."""
@@ -193,6 +193,15 @@ class ExecutablePool(Pool):
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("this pool is closed: load the plan again")
+
+
+def _refit_all(refits: Sequence[Callable[[Commit], None]], changes: tuple[Change, ...]) -> None:
+    """Do these refits, and make ``changes``, those of others, once all are prepared."""
+    if refits:
+        first, *others = refits
+        first(lambda change: _refit_all(others, (*changes, change)))
+    else:
+        uninterrupted(lambda: [change() for change in changes])
 
 
 def _in_flight(calls: list[_Call]) -> list[_Call]:

@@ -202,6 +202,25 @@ def test_where_one_device_has_too_little_memory_for_a_refit_none_changes(host: H
         assert all(np.array_equal(pool(x), w) for _ in pool.devices)
 
 
+@on_host
+def test_an_interrupt_within_a_refit_comes_once_all_devices_are_changed(host: HostDriver) -> None:
+    x, w = drawn(1, SHAPE), drawn(2, SHAPE)
+    synchronize = host.cuCtxSynchronize
+
+    def interrupting() -> Any:
+        if threading.current_thread().name == "nimblert-change":
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.05)
+        return synchronize()
+
+    with load_pool(weighted()) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host, "cuCtxSynchronize", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                pool.refit({"w": w})
+        assert all(np.array_equal(pool(x), w) for _ in pool.devices)
+
+
 def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], Any]) -> None:
     del put
     x, other = drawn(1, SHAPE), drawn(2, SHAPE)

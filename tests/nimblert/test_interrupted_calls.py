@@ -161,6 +161,7 @@ def test_a_pool_within_its_call(path: Path, use: str) -> None:
         assert not pool._calls
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops those of finalizers
 @pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="with can skip __exit__: python/cpython#148874")
 def test_interrupted_calls_of_a_pool_are_no_longer_in_flight(path: Path) -> None:
     armed = False

@@ -1,7 +1,10 @@
 """Weights replaced in a loaded plan: in place, all or none, equal bit for bit to a fresh compile."""
 
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +19,7 @@ from onnx import helper
 import nimblec
 import nimblert
 from nimblert import Executable
+from nimblert.calls.backend import Backends
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.onnx_session import SessionCache
 from nimblert.errors import InputError
@@ -221,6 +225,28 @@ def test_a_run_is_of_the_old_weights_or_of_the_new_ones(model: Executable) -> No
         stop.set()
         counts = [result.result() for result in results]
     assert all(sum(column) for column in zip(*counts, strict=True))
+
+
+def test_an_interrupt_within_the_change_comes_once_every_context_has_it(
+    model: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = [model, model.context(), model.context()]
+    model.refit(weights(5))
+    expected = model.run(INPUTS)["y"]
+    model.refit(weights(0))
+    assert not any(np.array_equal(context.run(INPUTS)["y"], expected) for context in contexts)
+
+    def interrupting(backends: Backends, renewed: Mapping[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        for name, backend in renewed.items():
+            backends[name] = backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Backends, "update", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            model.refit(weights(5))
+    assert all(np.array_equal(context.run(INPUTS)["y"], expected) for context in contexts)
 
 
 def test_a_replay_costs_what_it_did(model: Executable) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nimblert.calls.changing import Commit
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import DirectCall, Turn
 from nimblert.dimensions import Shapes
@@ -84,11 +85,16 @@ class Resident(Protocol):
         """A program in the memory of a context."""
 
     def refit(
-        self, refits: Sequence[Refit], backends: Sequence[Any], ready: Callable[[], None]
-    ) -> Sequence[Backend]:
-        """Replace weights, none where it raises, and return the successor of each backend.
+        self,
+        refits: Sequence[Refit],
+        backends: Sequence[Any],
+        replace_old: Callable[[Sequence[Backend]], None],
+        commit: Commit,
+    ) -> None:
+        """Replace weights, none where ``commit`` is not called or does not make the change.
 
-        ``ready`` is called once nothing else can fail.
+        That is called once nothing else can fail. The change ends with ``replace_old``, which takes the successor of
+        each backend.
         """
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from nimblert.arrays import padding
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import in_memory_order
+from nimblert.calls.changing import Commit
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
 from nimblert.cpu.direct import Direct, at_work, no_memory
@@ -62,9 +63,13 @@ class CpuResident:
         return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
 
     def refit(
-        self, refits: Sequence[Refit], backends: Sequence["CpuBackend"], ready: Callable[[], None]
-    ) -> list["CpuBackend"]:
-        """Replace weights, none where it raises, and return the successor of each backend.
+        self,
+        refits: Sequence[Refit],
+        backends: Sequence["CpuBackend"],
+        replace_old: Callable[[Sequence["CpuBackend"]], None],
+        commit: Commit,
+    ) -> None:
+        """Replace weights; see `Resident.refit`.
 
         Sessions over replaced weights are opened again: ONNX Runtime keeps packed copies of some weights, and may have
         computed with others when it opened the session.
@@ -72,15 +77,19 @@ class CpuResident:
         weights = self.remade(refits)
         renewed = CpuResident(self._plan, weights, self.sessions.over(weights))
         made: list[CpuBackend] = []
+
+        def change() -> None:
+            self.weights, self.sessions = renewed.weights, renewed.sessions
+            replace_old(made)
+
         try:
             made.extend(backend.renewed(renewed) for backend in backends)
-            ready()
+            commit(change)
         except BaseException:
-            for backend in made:
-                backend.close()
+            if self.weights is not weights:
+                for backend in made:
+                    backend.close()
             raise
-        self.weights, self.sessions = renewed.weights, renewed.sessions
-        return made
 
     def remade(self, refits: Sequence[Refit]) -> HostWeights:
         """The weights after these ``refits``. Raises InputError where an op fails."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.calls.changing import Commit
 from nimblert.calls.refitting import Refit
 from nimblert.calls.remembering import remembered
 from nimblert.calls.turn import Turn
@@ -53,11 +54,15 @@ class CudaResident:
         return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
 
     def refit(
-        self, refits: Sequence[Refit], backends: Sequence["CudaBackend"], ready: Callable[[], None]
-    ) -> Sequence["CudaBackend"]:
+        self,
+        refits: Sequence[Refit],
+        backends: Sequence["CudaBackend"],
+        replace_old: Callable[[Sequence["CudaBackend"]], None],
+        commit: Commit,
+    ) -> None:
         """Replace weights in place: the backends stay the same."""
-        self._refitter.refit(refits, ready)
-        return backends
+        del backends, replace_old
+        self._refitter.refit(refits, commit)
 
     def close(self) -> None:
         """Free code and weights; every context must be closed."""

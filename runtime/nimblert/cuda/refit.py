@@ -9,6 +9,7 @@ import numpy as np
 
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.changing import Commit
 from nimblert.calls.refitting import Refit
 from nimblert.calls.remembering import remembered
 from nimblert.cuda import graph
@@ -37,26 +38,29 @@ class Refitter:
         self._kernels = kernels
         self._prepared: _Prepared | None = None
 
-    def refit(self, refits: Sequence[Refit], ready: Callable[[], None]) -> None:
+    def refit(self, refits: Sequence[Refit], commit: Commit) -> None:
         """Do ``refits`` once the device is idle, and wait.
 
-        Everything that can fail comes first: memory is allocated, the graph is built, ``ready`` is called. Raises
-        InputError, CudaError.
+        Everything that can fail comes before ``commit``: memory is allocated, the graph is built. Raises InputError,
+        CudaError.
         """
         with closing(Context(self._device)) as context:
             prepared = self._prepare([given.program for given in refits])
             moves, uploads = self._copies(context, refits, prepared)
             uploader = prepared.uploader if uploads else None
+
+            def change() -> None:
+                context.make_current()
+                for move in moves:
+                    move()
+                if uploader is not None:
+                    uploader.enqueue(uploads, _STREAM)
+                if prepared.executable is not None:
+                    call("cuGraphLaunch", prepared.executable, _STREAM)
+                call("cuCtxSynchronize")
+
             call("cuCtxSynchronize")  # launches may still be running
-            ready()
-            context.make_current()  # ready() may have changed it
-            for move in moves:
-                move()
-            if uploader is not None:
-                uploader.enqueue(uploads, _STREAM)
-            if prepared.executable is not None:
-                call("cuGraphLaunch", prepared.executable, _STREAM)
-            call("cuCtxSynchronize")
+            commit(change)
 
     def _prepare(self, programs: Sequence[Program]) -> "_Prepared":
         """Memory and graph for these refits, those of the last time where it was the same ones."""

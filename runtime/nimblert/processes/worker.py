@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Never
 
 from nimblert.calls import refitting
+from nimblert.calls.changing import Change
 from nimblert.calls.entries import Entries
 from nimblert.context import Context
 from nimblert.errors import CudaError
@@ -98,14 +99,15 @@ def _answer(exc: Exception, control: Channel) -> bytes:
 def _refit(executable: Executable, message: bytes, memory: Memory, control: Channel) -> None:
     """Replace weights once the pool says that every device can."""
 
-    def ready() -> None:
+    def commit(change: Change) -> None:
         control.send(weights.PREPARED)
         if control.receive() != weights.COMMIT:
             raise _NotReadyError
+        change()
 
     try:
         arrays = weights.read(executable.plan, message, memory)
-        executable._refit(refitting.checked(executable.plan, arrays, _on_host), ready)  # noqa: SLF001 - of the same package
+        executable._refit(refitting.checked(executable.plan, arrays, _on_host), commit)  # noqa: SLF001 - of the same package
         control.send(weights.REPLACED)
     except _NotReadyError:
         control.send(weights.KEPT)
