@@ -63,13 +63,15 @@ class ExecutablePool(Pool):
         """``executables`` are of one plan, and closed with the pool; see `load_pool`."""
         super().__init__(executables[0].plan)
         self._members = [_Member(executable) for executable in executables]
-        self._calls = calls = list[_Call]()
+        families = [executable._turn.family for executable in executables]  # noqa: SLF001 - of the same package
+        for executable in executables:  # a refit waits for the calls of all
+            executable._turn.family = lambda: [guard for family in families for guard in family()]  # noqa: SLF001
+        self._calls: list[_Call] = []
         """Those in flight, and perhaps some that an exception of a signal handler has ended."""
         self._closed = False
-        self._exclusive = exclusive = threading.Lock()
+        self._exclusive = threading.Lock()
         """Taken within the guard by who has the pool for itself, or waits for that."""
         self._guard = Guard("pool")
-        self._guard.family = lambda: _in_flight(calls) if exclusive.locked() else ()
 
     def __repr__(self) -> str:
         return f"ExecutablePool({self._members[0].executable!r}, devices={list(self.devices)})"
@@ -99,11 +101,7 @@ class ExecutablePool(Pool):
 
         `Context.close` frees it, as does closing the pool.
         """
-        self._check_process()
-        with self._guard.taken(), self._guard.lock:
-            self._check_open()
-            busy = [call.member for call in _in_flight(self._calls)]
-            return min(self._members, key=lambda m: busy.count(m) + len(m.contexts)).executable.context()
+        return self._do(lambda member, calls: calls + len(member.contexts), lambda member: member.executable.context())
 
     def refit(self, weights: NewWeights) -> None:
         """Replace weights on all devices, as `Executable.refit` does on one.
@@ -146,28 +144,37 @@ class ExecutablePool(Pool):
                 member.executable.close()
 
     def _call(self, use: Callable[[Executable], _Result]) -> _Result:
-        """What ``use`` returns of the executable for a call, which is in flight meanwhile."""
+        """What ``use`` returns of the idlest executable."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
+
+        def counted(member: _Member) -> _Result:
+            member.given += 1
+            return use(member.executable)
+
+        return self._do(lambda member, calls: (calls, member.given), counted)
+
+    def _do(self, order: Callable[[_Member, int], Any], use: Callable[[_Member], _Result]) -> _Result:
+        """What ``use`` returns for the first member by ``order``; that counts as a call in flight.
+
+        ``order`` takes a member and the number of its calls in flight.
+        """
         self._check_process()
         while True:
-            call = _Call(self._idlest())
+            others = _in_flight(self._calls)
+            busy = [call.member for call in others]
+            call = _Call(min(self._members, key=lambda member: order(member, busy.count(member))))
             with call.owner, call.lock:
-                self._calls.append(call)  # before the look at others, who then look at the calls
+                self._calls.append(call)  # before the look at others, who take the lock before they look at the calls
                 try:
                     self._check_open()
-                    if not self._exclusive.locked():
-                        call.member.given += 1
-                        return use(call.member.executable)
+                    if not self._exclusive.locked() or any(other.is_within for other in others):
+                        return use(call.member)
                 finally:
                     self._calls.remove(call)
-            with self._guard.taken(), self._guard.lock:  # once who has the pool for itself is done
+            self._check_not_within()
+            with self._guard.owner, self._guard.lock:  # once who has the pool for itself is done
                 pass
-
-    def _idlest(self) -> _Member:
-        """The member with the fewest calls in flight; of several, that with the fewest so far."""
-        busy = [call.member for call in _in_flight(self._calls)]
-        return min(self._members, key=lambda member: (busy.count(member), member.given))
 
     def _alone(self, change: Callable[[], object]) -> None:
         """Wait for the calls in flight, and change something before others begin."""
@@ -187,8 +194,7 @@ class ExecutablePool(Pool):
         """Raise InputError where this thread is in a call, a refit or a reset of the pool, or works for a call."""
         for guard in (self._guard, *_in_flight(self._calls)):
             guard.check_not_within()
-        for member in self._members:
-            member.executable.check_not_within()
+        self._members[0].executable.check_not_within()  # nor in one of another member
 
     def _check_open(self) -> None:
         if self._closed:

@@ -40,7 +40,9 @@ def steps(count: int, step: Step) -> list[Bound]:
 
 
 def streams(*bound: Sequence[Bound], gates: Sequence[threading.Lock] = ()) -> Streams:
-    return Streams(bound, gates, Options(), (ValueError,), lambda command, _: type(command).__name__)
+    made = Streams(bound, gates, Options(), (ValueError,), lambda command, _: type(command).__name__)
+    made.start()
+    return made
 
 
 def interrupt() -> None:

@@ -206,11 +206,13 @@ def test_where_one_device_has_too_little_memory_for_a_refit_none_changes(host: H
 def test_an_interrupt_within_a_refit_comes_once_all_devices_are_changed(host: HostDriver) -> None:
     x, w = drawn(1, SHAPE), drawn(2, SHAPE)
     synchronize = host.cuCtxSynchronize
+    count = 0
 
     def interrupting() -> Any:
-        if threading.current_thread().name == "nimblert-change":
+        nonlocal count
+        count += 1
+        if count == 3:  # after one for each device, before the change
             os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(0.05)
         return synchronize()
 
     with load_pool(weighted()) as pool:
@@ -219,6 +221,28 @@ def test_an_interrupt_within_a_refit_comes_once_all_devices_are_changed(host: Ho
             with pytest.raises(KeyboardInterrupt):
                 pool.refit({"w": w})
         assert all(np.array_equal(pool(x), w) for _ in pool.devices)
+
+
+@on_host
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_context_within_the_call_of_one_on_another_device_that_a_refit_waits_for(
+    host: HostDriver, first: int
+) -> None:
+    del host
+    x, w = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(weighted()) as pool, ThreadPoolExecutor(1) as threads:
+        contexts = [pool.context(), pool.context()]
+        outer, inner = contexts[first], contexts[1 - first]
+        with outer._turn.owner, outer._turn.lock:  # as within its call
+            refit = threads.submit(pool.refit, {"w": w})
+            until(lambda: outer._turn.waits)
+            if inner._turn.lock.locked():
+                with pytest.raises(InputError, match="is at work in this thread, which a signal handler"):
+                    inner(x)
+            else:
+                assert np.array_equal(inner(x), drawn(0, SHAPE))
+        refit.result(20)
+        assert all(np.array_equal(context(x), w) for context in contexts)
 
 
 def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], Any]) -> None:

@@ -311,6 +311,46 @@ def test_a_pool_within_the_call_of_a_context_of_it(path: Path, use: str) -> None
         pool.reset()
 
 
+@pytest.mark.parametrize("use", ["call", "context", "close", "refit", "reset"])
+def test_a_pool_within_the_call_of_a_context_of_it_that_a_refit_waits_for(path: Path, use: str) -> None:
+    with nimblert.load_pool(path) as pool, pool.context() as context:
+        assert isinstance(pool, ExecutablePool)
+        expected = pool(X)
+        threads: list[threading.Thread] = []
+
+        def refit_elsewhere() -> None:
+            threads.append(threading.Thread(target=pool.refit, args=({},)))
+            threads[0].start()
+            while not context._turn.waits:
+                time.sleep(1e-3)
+            _pool_uses(pool)[use]()
+
+        _, message = interrupted(context._turn, lambda: context(X), refit_elsewhere)
+        threads[0].join(20)
+        assert WITHIN in message
+        assert np.array_equal(context(X), expected)
+
+
+@pytest.mark.parametrize("use", ["call", "context"])
+def test_a_pool_within_its_call_that_a_refit_waits_for(path: Path, use: str) -> None:
+    """The refit has not begun, and waits for both."""
+    with nimblert.load_pool(path) as pool:
+        assert isinstance(pool, ExecutablePool)
+        turn = pool._members[0].executable._turn
+        threads: list[threading.Thread] = []
+
+        def refit_elsewhere() -> None:
+            threads.append(threading.Thread(target=pool.refit, args=({},)))
+            threads[0].start()
+            while not pool._exclusive.locked():
+                time.sleep(1e-3)
+            _pool_uses(pool)[use]()
+
+        result, _ = interrupted(turn, lambda: pool(X), refit_elsewhere)
+        threads[0].join(20)
+        assert np.array_equal(pool(X), result)
+
+
 def _pool_uses(pool: ExecutablePool) -> dict[str, Callable[[], object]]:
     return {
         "call": lambda: pool(X),

@@ -90,7 +90,8 @@ class Turn(Guard):
         if self.lock.locked():
             if self._holder == threading.get_ident():
                 raise InputError(f"this {self._noun} can no longer be used: the interpreter is shutting down")
-            if not self.waits and not self.is_within:
+            is_busy = not self.waits and not self.is_within
+            if is_busy and self.lock.locked():  # still: a refit, for which callers wait, may have ended meanwhile
                 busy = f"this {self._noun} is at work in another thread"
                 raise InputError(f"{busy}: each takes one of its own, context()")
         return super().taken()

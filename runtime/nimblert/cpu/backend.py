@@ -95,7 +95,7 @@ class CpuResident:
         """The weights after these ``refits``. Raises InputError where an op fails."""
         with self.weights.rewritten(_replaced(refits)) as weights:
             scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
-            with scratch.sessions:
+            with scratch.sessions.lock, scratch.sessions:
                 for refit in refits:
                     scratch._make(refit)
         return weights
@@ -144,7 +144,7 @@ class CpuBackend:
         _check_events(program)
         self._own = HostMemory(plan, program, poison=poison, weights=resident.weights, working=working)
         self._build(self._own)
-        self._end_threads_with(self)
+        self._start_threads(self)
 
     def _build(self, memory: HostMemory) -> None:
         """Bind the launches to ``memory``."""
@@ -153,7 +153,7 @@ class CpuBackend:
         self.memory = memory
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self._program.outputs))
-        with self._sessions:
+        with self._sessions.lock, self._sessions:
             streams: list[list[Bound]]
             if self._runs_singly:
                 self._crowd, streams = None, [[*self._singly]]
@@ -164,17 +164,18 @@ class CpuBackend:
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))
 
-    def _end_threads_with(self, owner: "CpuBackend") -> None:
-        """End the threads when ``owner`` is collected: they refer to the streams, not to it."""
+    def _start_threads(self, owner: "CpuBackend") -> None:
+        """Start the threads, which end when ``owner`` is collected: they refer to the streams, not to it."""
         self._dropped = weakref.finalize(owner, self._streams.end)
         self._dropped.atexit = False  # a daemon thread may run until the process ends
+        self._streams.start()
 
     def renewed(self, resident: CpuResident) -> "CpuBackend":
         """The program in the same memory, over the weights and sessions of another resident."""
         made = self._copied()
         made._sessions, made._own = resident.sessions, self._own.over(resident.weights)  # noqa: SLF001 - its own class
         made._build(self.memory.over(resident.weights))  # noqa: SLF001
-        made._end_threads_with(made)  # noqa: SLF001
+        made._start_threads(made)  # noqa: SLF001
         return made
 
     def _copied(self) -> "CpuBackend":
@@ -192,7 +193,7 @@ class CpuBackend:
         made = self._copied()
         made._build(self.memory.rebased(place, given))  # noqa: SLF001 - its own class
         made._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}  # noqa: SLF001
-        made._end_threads_with(self)  # noqa: SLF001
+        made._start_threads(self)  # noqa: SLF001
         old = copy(self)
         self.__dict__ = vars(made)  # all at once: an error or Ctrl-C before this changes nothing
         old._end()  # noqa: SLF001
@@ -317,13 +318,13 @@ class CpuBackend:
     @cached_property
     def _singly(self) -> list[tuple[Work, Step]]:
         """A step for each launch, copy or fill, in issue order, for `steps` and `profile`."""
-        with self._sessions:
+        with self._sessions.lock, self._sessions:
             return [(command, self._step(command, index)) for index, command in self._program.work]
 
     @cached_property
     def _alone(self) -> list[Bound]:
         """All steps in issue order for the calling thread alone, used when other runs have the other cores."""
-        with self._sessions:
+        with self._sessions.lock, self._sessions:
             return self._bind_streams(range(self._program.stream_count), alone=True)
 
     def _bind_streams(self, streams: Sequence[int], *, alone: bool = False) -> list[Bound]:

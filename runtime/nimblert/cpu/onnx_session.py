@@ -172,8 +172,9 @@ class Stretch:
 class SessionCache:
     """The sessions of a plan: one for each model and its initializers, shared by all launches and contexts.
 
-    Launches are bound in a ``with`` block, which may be nested, by one thread at a time. Sessions and bindings outlive
-    it; the placeholder file of initializers does not.
+    Launches are bound in a block of ``with sessions.lock, sessions``, which may be nested. Sessions and bindings
+    outlive it; the placeholder file of initializers does not. The lock is the interpreter's own, so that no exception
+    of a signal handler comes between it and the block.
     """
 
     def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
@@ -185,7 +186,7 @@ class SessionCache:
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the id of a program: hashing its value would take long."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._entered = 0
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
@@ -208,13 +209,8 @@ class SessionCache:
         return len(self._sessions)
 
     def __enter__(self) -> Self:
-        self._lock.acquire()
-        try:
-            if not self._entered:
-                self._folder = self._resources.enter_context(initializer_folder())
-        except BaseException:
-            self._lock.release()
-            raise
+        if not self._entered:
+            self._folder = self._resources.enter_context(initializer_folder())
         self._entered += 1
         return self
 
@@ -222,12 +218,9 @@ class SessionCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered -= 1
-        try:
-            if not self._entered:
-                self._resources.close()
-                self._weights.let_go()
-        finally:
-            self._lock.release()
+        if not self._entered:
+            self._resources.close()
+            self._weights.let_go()
 
     def stretches(self, program: Program) -> Mapping[int, Stretch]:
         """The stretches of a program by the index of their first launch."""

@@ -1,7 +1,7 @@
 """The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
 
-A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
-relies on two statements both being executed: a wait can be repeated, and a signal sent twice.
+A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So no run relies
+on two statements both being executed: a wait can be repeated, and a signal sent twice.
 """
 
 import threading
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
+from nimblert.calls.changing import uninterrupted
 from nimblert.calls.turn import inner_threads
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command
@@ -97,8 +98,7 @@ class Streams:
 
     ``gates`` are the events: each is locked until it is recorded. ``options`` are those of every launch. ``failures``
     are the exceptions of an op that fails, and ``origin`` names the command for the message. ``dirty``: the last run
-    was not completed.
-    Raises DeviceMismatchError where a thread cannot be started.
+    was not completed. The threads run from `start` to `close` or `end`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Streams:
         failures: tuple[type[Exception], ...],
         origin: Callable[[Command, Exception], str],
     ) -> None:
-        self._own = streams[0]
+        self._own, *self._apart = streams
         self._gates = gates
         self._options = options
         self.failures = failures
@@ -118,13 +118,19 @@ class Streams:
         self.dirty = False
         self._failed: list[BaseException] = []
         self._workers: list[Worker] = []
-        try:
-            for stream in streams[1:]:
+
+    def start(self) -> None:
+        """Start the threads. Raises DeviceMismatchError where one cannot be started; then others have to end."""
+
+        def begin() -> None:
+            for stream in self._apart:
                 self._workers.append(Worker(partial(self._walk_apart, stream)))
+
+        try:
+            uninterrupted(begin)
         except RuntimeError as exc:
-            self.end()
             raise DeviceMismatchError(
-                f"the plan has {len(streams)} streams, and a thread for one of them cannot be started ({exc}): "
+                f"the plan has {1 + len(self._apart)} streams, and a thread for one of them cannot be started ({exc}): "
                 f"let this process have more threads, or compile with --streams 1"
             ) from exc
 
@@ -160,10 +166,14 @@ class Streams:
 
     def close(self) -> None:
         """Stop what an interrupt may have left running, and wait for the threads to end."""
-        insist(self._stop)
-        self.end()
-        for worker in self._workers:
-            worker.join()
+
+        def close() -> None:
+            self._stop()
+            self.end()
+            for worker in self._workers:
+                worker.join()
+
+        uninterrupted(close)
 
     def _walk_all(self) -> None:
         try:
@@ -173,12 +183,12 @@ class Streams:
             for worker in self._workers:
                 worker.wait()
         except BaseException:
-            insist(self._stop)
+            uninterrupted(self._stop)
             raise
 
     def _recover(self) -> None:
         """Reset everything after a run that was not completed."""
-        insist(self._stop)
+        uninterrupted(self._stop)
         self._halted = False
         self._options.terminate = False
         self._failed = []
@@ -232,6 +242,7 @@ class Streams:
 def interruptible(step: Step, options: RunOptions) -> None:
     """Run a step that might never end on another thread, so that Ctrl-C can end it."""
     failed: list[BaseException] = []
+    workers: list[Worker] = []
 
     def work() -> None:
         try:
@@ -239,17 +250,21 @@ def interruptible(step: Step, options: RunOptions) -> None:
         except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread below
             failed.append(exc)
 
-    worker = Worker(work)
+    def end() -> None:
+        for worker in workers:
+            worker.settle()
+            worker.end()
+            worker.join()
+
     try:
-        worker.start()
-        worker.wait()
+        uninterrupted(lambda: workers.append(Worker(work)))
+        workers[0].start()
+        workers[0].wait()
     except BaseException:
         options.terminate = True
         raise
     finally:
-        insist(worker.settle)
-        worker.end()
-        insist(worker.join)
+        uninterrupted(end)
     if failed:
         raise failed.pop()
 
@@ -277,16 +292,6 @@ class Patient:
             self._step()
         if not self._loops and time.perf_counter() - begin < _LONG_S:
             self._stream[:] = [(command, self._step if step is self else step) for command, step in self._stream]
-
-
-def insist(action: Callable[[], None]) -> None:
-    """Complete an action: a Ctrl-C meanwhile starts it again."""
-    while True:
-        try:
-            action()
-        except KeyboardInterrupt:
-            continue
-        return
 
 
 def pass_gate(gate: threading.Lock) -> None:
