@@ -188,7 +188,7 @@ def test_a_binding_that_fails_leaves_the_streams_at_work(
     with nimblert.load(plan) as model:
         before = threading.active_count()
         with monkeypatch.context() as broken:
-            broken.setattr("nimblert.cpu.streams.Worker", fail)
+            broken.setattr("nimblert.cpu.streams.Worker.begin", fail)
             with pytest.raises((DeviceMismatchError, KeyboardInterrupt)):
                 model.bind("x", array)
         assert np.array_equal(model(x), np.maximum(x, 0) - x)

@@ -241,6 +241,7 @@ def test_a_finalizer_in_a_thread_that_works_for_a_call(model: Executable, use: s
             messages.append(str(exc))
 
     worker = Worker(finalize)
+    worker.begin()
     worker.start()
     worker.wait()
     worker.end()

@@ -1,7 +1,7 @@
 """The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
 
-A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So no run relies
-on two statements both being executed: a wait can be repeated, and a signal sent twice.
+A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
+relies on two statements both being executed: a wait can be repeated, and a signal sent twice.
 """
 
 import threading
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn, Protocol
 
-from nimblert.calls.changing import uninterrupted
 from nimblert.calls.turn import inner_threads
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command
@@ -42,6 +41,9 @@ class Worker:
         self._wake = _locked()
         self._done = _locked()
         self._thread = threading.Thread(target=self._serve, name="nimblert-stream", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread. Raises RuntimeError where that is not possible."""
         self._thread.start()
 
     @property
@@ -71,8 +73,9 @@ class Worker:
         unlock(self._wake)
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+        """Wait until the thread has ended, if it has begun."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _serve(self) -> None:
         inner_threads.add(threading.get_ident())
@@ -109,7 +112,7 @@ class Streams:
         failures: tuple[type[Exception], ...],
         origin: Callable[[Command, Exception], str],
     ) -> None:
-        self._own, *self._apart = streams
+        self._own = streams[0]
         self._gates = gates
         self._options = options
         self.failures = failures
@@ -117,21 +120,20 @@ class Streams:
         self._halted = False
         self.dirty = False
         self._failed: list[BaseException] = []
-        self._workers: list[Worker] = []
+        self._workers = [Worker(partial(self._walk_apart, stream)) for stream in streams[1:]]
 
     def start(self) -> None:
-        """Start the threads. Raises DeviceMismatchError where one cannot be started; then others have to end."""
-
-        def begin() -> None:
-            for stream in self._apart:
-                self._workers.append(Worker(partial(self._walk_apart, stream)))
-
+        """Start the threads, or none: raises DeviceMismatchError where one cannot be started."""
         try:
-            uninterrupted(begin)
-        except RuntimeError as exc:
+            for worker in self._workers:
+                worker.begin()
+        except BaseException as exc:
+            self.end()
+            if not isinstance(exc, RuntimeError):
+                raise
             raise DeviceMismatchError(
-                f"the plan has {1 + len(self._apart)} streams, and a thread for one of them cannot be started ({exc}): "
-                f"let this process have more threads, or compile with --streams 1"
+                f"the plan has {1 + len(self._workers)} streams, and a thread for one of them cannot be started "
+                f"({exc}): let this process have more threads, or compile with --streams 1"
             ) from exc
 
     def run(self, alone: Sequence[Bound] | None = None) -> None:
@@ -166,14 +168,10 @@ class Streams:
 
     def close(self) -> None:
         """Stop what an interrupt may have left running, and wait for the threads to end."""
-
-        def close() -> None:
-            self._stop()
-            self.end()
-            for worker in self._workers:
-                worker.join()
-
-        uninterrupted(close)
+        insist(self._stop)
+        self.end()
+        for worker in self._workers:
+            worker.join()
 
     def _walk_all(self) -> None:
         try:
@@ -183,12 +181,12 @@ class Streams:
             for worker in self._workers:
                 worker.wait()
         except BaseException:
-            uninterrupted(self._stop)
+            insist(self._stop)
             raise
 
     def _recover(self) -> None:
         """Reset everything after a run that was not completed."""
-        uninterrupted(self._stop)
+        insist(self._stop)
         self._halted = False
         self._options.terminate = False
         self._failed = []
@@ -242,7 +240,6 @@ class Streams:
 def interruptible(step: Step, options: RunOptions) -> None:
     """Run a step that might never end on another thread, so that Ctrl-C can end it."""
     failed: list[BaseException] = []
-    workers: list[Worker] = []
 
     def work() -> None:
         try:
@@ -250,21 +247,18 @@ def interruptible(step: Step, options: RunOptions) -> None:
         except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread below
             failed.append(exc)
 
-    def end() -> None:
-        for worker in workers:
-            worker.settle()
-            worker.end()
-            worker.join()
-
+    worker = Worker(work)
     try:
-        uninterrupted(lambda: workers.append(Worker(work)))
-        workers[0].start()
-        workers[0].wait()
+        worker.begin()
+        worker.start()
+        worker.wait()
     except BaseException:
         options.terminate = True
         raise
     finally:
-        uninterrupted(end)
+        insist(worker.settle)
+        worker.end()
+        insist(worker.join)
     if failed:
         raise failed.pop()
 
@@ -292,6 +286,16 @@ class Patient:
             self._step()
         if not self._loops and time.perf_counter() - begin < _LONG_S:
             self._stream[:] = [(command, self._step if step is self else step) for command, step in self._stream]
+
+
+def insist(action: Callable[[], None]) -> None:
+    """Complete an action: a Ctrl-C meanwhile starts it again."""
+    while True:
+        try:
+            action()
+        except KeyboardInterrupt:
+            continue
+        return
 
 
 def pass_gate(gate: threading.Lock) -> None:
