@@ -81,7 +81,7 @@ def test_an_interrupt_stops_every_stream_at_its_next_command() -> None:
         ready.run()
     stopped = len(done)
     time.sleep(0.1)
-    assert 0 < stopped == len(done) < 6000
+    assert 0 < stopped == len(done) < 3000
     ready.close()
 
 
@@ -118,12 +118,14 @@ def test_an_interrupt_frees_streams_that_wait_for_one_another() -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_stops_the_other_streams(failing: int) -> None:
     done: list[int] = []
+    before: list[int] = []
 
     def slow() -> None:
         time.sleep(0.005)
         done.append(1)
 
     def fail() -> None:
+        before.append(len(done))
         raise ValueError("no such index")
 
     bound = [steps(4000, slow), steps(4000, slow)]  # twenty seconds
@@ -131,7 +133,7 @@ def test_a_failure_stops_the_other_streams(failing: int) -> None:
     ready = streams(*bound)
     with pytest.raises(InputError, match="Memset: failed on these inputs: no such index"):
         ready.run()
-    assert len(done) < 4000
+    assert len(done) - before[0] < 100
     ready.close()
 
 

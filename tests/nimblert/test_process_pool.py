@@ -266,7 +266,7 @@ pool.close()
 print(y.any())
 """
     with child(bent_sum(tmp_path), code) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=30)
     assert (out.splitlines()[1:], err) == (["interrupted", "False"], "")
 
 
@@ -404,7 +404,7 @@ time.sleep(0.2)
 @pytest.mark.parametrize("code", ["", CALLING], ids=["idle", "daemon threads"])
 def test_a_process_ends_in_order_with_an_open_pool(tmp_path: Path, code: str) -> None:
     with child(bent_sum(tmp_path), code) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
     assert all(gone(int(text)) for text in out.split())
 
@@ -463,7 +463,7 @@ pool.close()
 
 def test_an_interrupted_call_leaves_no_answer_for_a_later_one(tmp_path: Path) -> None:
     with child(bent_sum(tmp_path), INTERRUPTED) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (0, "")
     assert out.splitlines()[1:] == ["0 0"]
 

@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 def answered(done: "subprocess.Popen[str]") -> list[str]:
     """The lines that a program prints after those of `child`; nothing may be on its standard error."""
-    out, err = done.communicate(timeout=120)
+    out, err = done.communicate(timeout=40)
     assert (done.returncode, err) == (0, "")
     return out.splitlines()[1:]
 
@@ -69,7 +69,7 @@ pool.close()
 pool = nimblert.load_pool(sys.argv[1], devices=[0], contexts=2, **options)
 interrupted, last, wanted = 0, None, expected.tolist()
 end = time.monotonic() + 4
-while time.monotonic() < end or interrupted < 20:
+while time.monotonic() < end or interrupted <= 20:
     try:
         signal.setitimer(signal.ITIMER_REAL, random.random() * 4e-4 + 2e-5)
         try:
@@ -79,6 +79,7 @@ while time.monotonic() < end or interrupted < 20:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except TimeoutError as exc:
         interrupted, last = interrupted + 1, exc
+assert interrupted > 20, interrupted
 others = [threading.Thread(target=lambda: [pool(x) for _ in range(50)]) for _ in range(4)]
 for other in others:
     other.start()
@@ -159,7 +160,7 @@ def test_a_pool_that_is_closed_within_a_call_writes_into_nobodys_file(path: Path
 
 CLOSINGS = """
 import faulthandler
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(30, exit=True)
 pool.close()
 def close_too(*_):
     pool.close()
@@ -199,7 +200,7 @@ def test_a_close_may_be_interrupted_by_another_and_finished_later(path: Path) ->
 
 FINALIZERS = """
 import faulthandler, gc
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(30, exit=True)
 gc.disable()
 class Server:
     def __init__(self):
@@ -263,7 +264,7 @@ def test_collections_take_place_in_the_callers_threads(path: Path) -> None:
 
 REFITS = """
 import faulthandler, random
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(30, exit=True)
 class Late(Exception):
     pass
 def alarm(*_):
@@ -271,7 +272,7 @@ def alarm(*_):
 signal.signal(signal.SIGALRM, alarm)
 new = {name: np.zeros(t.shape, np.float32) for name, t in pool.weights.items()}
 interrupted, end = 0, time.monotonic() + 3
-while time.monotonic() < end or interrupted < 20:
+while time.monotonic() < end or interrupted <= 20:
     try:
         signal.setitimer(signal.ITIMER_REAL, random.random() * 2e-3 + 2e-5)
         try:
@@ -280,6 +281,7 @@ while time.monotonic() < end or interrupted < 20:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Late:
         interrupted += 1
+assert interrupted > 20, interrupted
 signal.signal(signal.SIGALRM, lambda *_: pool.refit(new))
 for _ in range(100):
     signal.setitimer(signal.ITIMER_REAL, random.random() * 1e-3 + 2e-5)

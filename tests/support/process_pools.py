@@ -90,7 +90,7 @@ def hung_up(process: Process) -> bool:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
