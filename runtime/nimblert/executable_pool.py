@@ -7,13 +7,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from nimblert.calls import refitting
 from nimblert.calls.changing import Change, Commit, uninterrupted
 from nimblert.calls.refitting import NewWeights
+from nimblert.calls.state import T
 from nimblert.calls.turn import Guard
 from nimblert.context import Context
 from nimblert.errors import DeviceMismatchError, InputError
@@ -25,8 +26,6 @@ from nimblert.pool import Pool, ordinals
 
 if TYPE_CHECKING:
     from nimblert.processes import ProcessPool
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,23 +137,23 @@ class ExecutablePool(Pool):
             return
         self._check_not_within()
         self._closed = True
-        with self._guard.taken(), self._guard.lock, self._exclusive:
+        with self._guard.owner, self._guard.lock, self._exclusive:
             self._wait_for_calls()
             for member in self._members:
                 member.executable.close()
 
-    def _call(self, use: Callable[[Executable], _Result]) -> _Result:
+    def _call(self, use: Callable[[Executable], T]) -> T:
         """What ``use`` returns of the idlest executable."""
         if self._keeps:
             raise InputError("the plan has state, which is each device's own: call a context of yours, pool.context()")
 
-        def counted(member: _Member) -> _Result:
+        def counted(member: _Member) -> T:
             member.given += 1
             return use(member.executable)
 
         return self._do(lambda member, calls: (calls, member.given), counted)
 
-    def _do(self, order: Callable[[_Member, int], Any], use: Callable[[_Member], _Result]) -> _Result:
+    def _do(self, order: Callable[[_Member, int], Any], use: Callable[[_Member], T]) -> T:
         """What ``use`` returns for the first member by ``order``; that counts as a call in flight.
 
         ``order`` takes a member and the number of its calls in flight.
@@ -180,7 +179,7 @@ class ExecutablePool(Pool):
         """Wait for the calls in flight, and change something before others begin."""
         self._check_process()
         self._check_not_within()
-        with self._guard.taken(), self._guard.lock, self._exclusive:
+        with self._guard.owner, self._guard.lock, self._exclusive:
             self._check_open()
             self._wait_for_calls()
             change()
