@@ -1,12 +1,14 @@
-"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
+"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of nimblert.
 
-Work on a stream is done immediately. Kernels of plans do not run. Freed memory is filled with 0xDD until its address is
-used again, so that reading it by mistake shows.
+Work on a stream is done immediately. Only graphs with uploads that have the patience to wait for the host run in a
+thread, until the stream is waited for. Kernels of plans do not run. Freed memory is filled with 0xDD until its address
+is used again, so that reading it by mistake shows.
 """
 
 import ctypes
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,9 @@ _ALWAYS = frozenset({
 })
 """Functions that still work after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
+_UPLOAD = struct.Struct("<QQQQIIII")
+_UPLOADING = 0
+"""The function of early.cu; those of layout.cu are the bytes of an element."""
 
 
 @dataclass(eq=False)
@@ -54,6 +59,7 @@ class _Graph:
 
     nodes: dict[_Handle, list[Callable[[], object]]] = field(default_factory=dict)
     before: dict[_Handle, set[_Handle]] = field(default_factory=dict)
+    events: list[_Handle] = field(default_factory=list)
 
     def work(self) -> list[Callable[[], object]]:
         """The work in an order that the edges allow, of which nodes added last come first where they can."""
@@ -68,6 +74,7 @@ class _Graph:
 @dataclass(eq=False)
 class _Executable:
     work: list[Callable[[], object]]
+    events: list[_Handle]
 
 
 class HostDriver:
@@ -90,6 +97,11 @@ class HostDriver:
         """Whether every call is refused, as after a kernel that failed."""
         self.references: Counter[int] = Counter()
         """Of the primary context of each device."""
+        self.patience_s = 0.0
+        """How long uploads wait for the host."""
+        self.late = 0
+        """How many parts were not uploaded."""
+        self._running: dict[int, threading.Thread] = {}
         self._counting = threading.Lock()
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
@@ -206,6 +218,7 @@ class HostDriver:
 
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
         if stream is not None:
+            self._cuStreamSynchronize(stream)
             self.copies.append(int(stream))
         ctypes.memmove(int(to), int(source), nbytes)
 
@@ -257,7 +270,10 @@ class HostDriver:
 
     _cuStreamDestroy = _cuEventDestroy = _destroy
 
-    def _cuStreamSynchronize(self, stream: Any) -> None: ...
+    def _cuStreamSynchronize(self, stream: Any) -> None:
+        running = self._running.pop(int(stream), None)
+        if running is not None:
+            running.join()
 
     def _cuEventSynchronize(self, event: _Handle) -> None: ...
 
@@ -297,7 +313,7 @@ class HostDriver:
 
     def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
         del before, count
-        return self._node(graph, self._gather(int(params.func), params.extra))
+        return self._node(graph, self._kernel(int(params.func), params.extra))
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
@@ -305,8 +321,8 @@ class HostDriver:
         return self._node(graph, partial(self._fill_rows, int(params.dst), params.pitch, *pattern))
 
     def _cuGraphAddEventRecordNode(self, graph: _Graph, before: Any, count: int, event: _Handle) -> _Handle:
-        del event
         node = self._node(graph)
+        graph.events.append(event)
         graph.before[node] = set(before[:count] if before else ())
         return node
 
@@ -324,18 +340,27 @@ class HostDriver:
 
     def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> _Executable:
         del flags
-        return _Executable(graph.work())
+        return _Executable(graph.work(), graph.events)
 
     def _cuGraphExecDestroy(self, graph: _Executable) -> None: ...
 
     def _cuGraphUpload(self, graph: _Executable, stream: Any) -> None: ...
 
     def _cuGraphLaunch(self, graph: _Executable, stream: Any) -> None:
-        del stream
-        for work in graph.work:
-            work()
+        def run() -> None:
+            for work in graph.work:
+                work()
 
-    # The kernels of layout.cu
+        self._cuStreamSynchronize(stream)
+        for event in graph.events:
+            self._cuEventRecord(event, stream)
+        if self.patience_s and any(getattr(work, "func", None) == self._upload for work in graph.work):
+            self._running[int(stream)] = thread = threading.Thread(target=run)
+            thread.start()
+        else:
+            run()
+
+    # The kernels of layout.cu and early.cu
 
     def _cuModuleLoadData(self, code: Any) -> _Handle:
         del code
@@ -345,18 +370,40 @@ class HostDriver:
 
     def _cuModuleGetFunction(self, module: _Handle, name: bytes) -> int:
         del module
-        return int(name.removeprefix(b"gather_"))
+        return _UPLOADING if name == b"upload" else int(name.removeprefix(b"gather_"))
 
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
         self.copies.append(int(rest[-3]))
-        self._gather(itemsize, rest[-1])()
+        self._kernel(itemsize, rest[-1])()
+
+    def _kernel(self, function: int, packed: int) -> Callable[[], None]:
+        extra = (ctypes.c_uint64 * 5).from_address(packed)
+        parameters = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
+        if function == _UPLOADING:
+            return partial(self._upload, *_UPLOAD.unpack(parameters))
+        return self._gather(function, parameters)
+
+    def _upload(
+        self, to: int, source: int, words: int, progress: int, nbytes: int, part_nbytes: int, first: int, last: int
+    ) -> None:
+        """Copy the parts that the host fills in time, as early.cu does."""
+        assert ctypes.c_uint64.from_address(progress).value == 0
+        assert last == first + -(-nbytes // part_nbytes)
+        filled, late = (ctypes.c_uint32.from_address(words + offset) for offset in (0, 4))
+        end = time.monotonic() + self.patience_s
+        for part, start in enumerate(range(0, nbytes, part_nbytes), first):
+            while filled.value <= part and time.monotonic() < end:
+                time.sleep(0)
+            if filled.value > part:
+                ctypes.memmove(to + start, source + start, min(part_nbytes, nbytes - start))
+            else:
+                late.value = 1
+                self.late += 1
 
     @staticmethod
-    def _gather(itemsize: int, parameters: int) -> Callable[[], None]:
+    def _gather(itemsize: int, parameters: bytes) -> Callable[[], None]:
         """Gather elements of ``itemsize`` bytes, as layout.cu does."""
-        extra = (ctypes.c_uint64 * 5).from_address(parameters)
-        nbytes = ctypes.c_size_t.from_address(extra[3]).value
-        to, source, count, rank, *axes = _GATHER.unpack(ctypes.string_at(extra[1], nbytes))
+        to, source, count, rank, *axes = _GATHER.unpack(parameters)
         sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]
         assert np.prod(sizes) == count
 

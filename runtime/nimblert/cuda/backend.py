@@ -14,6 +14,7 @@ from nimblert.calls.turn import Turn
 from nimblert.cuda import driver, graph
 from nimblert.cuda.direct import DeviceDirect
 from nimblert.cuda.driver import Context, Handle, call
+from nimblert.cuda.early import Signal
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
 from nimblert.cuda.pools import Pools
@@ -116,6 +117,7 @@ class CudaBackend:
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
         self._inlet = Inlet(context, program.inputs, self.memory, self._staged_inputs, resident.gathers)
         self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
+        self._signal = Signal(context)
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
         self._bound: set[str] = set()
@@ -133,10 +135,11 @@ class CudaBackend:
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             self._synchronize(self._stream)
-            self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet)
+            self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet, self._signal)
             scope.callback(self._calls.close)
             self._scope.close()
             self._scope, self._executable = scope.pop_all(), executable
+            self._recording: Handle | None = None
 
     def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
         """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""
@@ -193,15 +196,26 @@ class CudaBackend:
                 if found is None:
                     for index, array in enumerate(arrays):
                         self._inlet.put(index, array, stream)
+                    self._launch_graph(self._executable, stream)
                 else:
-                    for staged, array in zip(found.staged, arrays, strict=True):
-                        np.copyto(staged, array)
-                self._launch_graph(self._executable if found is None else found.executable, stream)
+                    staged = found.staged
+                    staged.words[:] = 0
+                    rest = staged.rest
+                    if rest:
+                        staged.fill(arrays)
+                    self._launch_graph(found.executable, stream)
+                    if not rest:
+                        staged.fill(arrays)
                 if not whole:
                     self._outlet.download(lent, stream)
                 results = self._outlet.arrays(lent)
             finally:
                 self._end(stream)
+            if found is not None and found.staged.came_late():
+                self._launch_graph(found.executable, stream)
+                if not whole:
+                    self._outlet.download(lent, stream)
+                self._synchronize(stream)
         except BaseException:
             driver.bindings().cuStreamSynchronize(stream)  # a signal handler's exception may have come before it
             lent.clear()  # now: the traceback may keep it for long
@@ -329,8 +343,21 @@ class CudaBackend:
         self._context.make_current()  # `_begin` in place, as above
         if self._in_flight.stream != used:
             self._in_flight.precede(used)
-        self._launch_graph(self._executable, used)
-        self._in_flight.enqueued(used)
+        self._launch_graph(self._recording or self._built_recording(), used)
+        self._in_flight.stream = used
+
+    def _built_recording(self) -> Handle:
+        """The graph with a node that records the event of the work in flight, which saves the host a call."""
+        built = call("cuGraphCreate", 0)
+        try:
+            ends = graph.add_program(built, self._program, self.functions, self.memory)
+            call("cuGraphAddEventRecordNode", built, list(ends.last), len(ends.last), self._in_flight.event)
+            made = call("cuGraphInstantiate", built, 0)
+        finally:
+            call("cuGraphDestroy", built)
+        self._scope.callback(call, "cuGraphExecDestroy", made)
+        self._recording = made
+        return made
 
     def synchronize(self) -> None:
         """Wait for all launches."""

@@ -6,31 +6,24 @@ Most callers repeat calls with inputs of the same layout, and release outputs, w
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
-
-import numpy as np
 
 from nimblert.cuda import driver, graph
 from nimblert.cuda.driver import Handle, call
+from nimblert.cuda.early import StagedArrays
+from nimblert.cuda.graph import Step
 from nimblert.errors import CudaError
 
 _MOST_GRAPHS = 4
 _MOST_SEEN = 64
 
-Step: TypeAlias = Callable[[Handle], Handle]
-"""Adds a node to a graph, without edges, and returns it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The transfer of an input: ``steps``, one after the other.
-
-    An array on the host is first copied to ``staged``, an array in page-locked memory.
-    """
+    """The transfer of an input: ``steps``, one after the other."""
 
     steps: Sequence[Step]
-    staged: np.ndarray | None = None
 
     def add(self, built: Handle) -> Handle:
         """Add it to a graph, and return its last node."""
@@ -71,10 +64,10 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class CallGraph:
-    """A graph, to be launched once each of ``staged`` holds its input."""
+    """A graph, and where it finds inputs of the host."""
 
     executable: Handle
-    staged: Sequence[np.ndarray] = field(default=())
+    staged: StagedArrays = field(default_factory=partial(StagedArrays, None))
 
 
 class CallGraphs(dict[Hashable, CallGraph]):

@@ -1,8 +1,8 @@
 """Rebuild the CUDA graph of a program: relocate the parameters, add the nodes and their edges."""
 
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Work
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+
+Step: TypeAlias = Callable[[Handle], Handle]
+"""Adds a node to a graph, without edges, and returns it."""
 
 
 class Rows(NamedTuple):

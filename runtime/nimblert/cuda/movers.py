@@ -10,8 +10,8 @@ from pathlib import Path
 from nimblert.arrays import layouts
 from nimblert.arrays.layouts import Gather
 from nimblert.cuda import driver, graph
-from nimblert.cuda.call_graphs import Step
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
+from nimblert.cuda.graph import Step
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 

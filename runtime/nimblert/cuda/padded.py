@@ -10,9 +10,8 @@ import numpy as np
 from nimblert.arrays import layouts, padding
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cuda import graph
-from nimblert.cuda.call_graphs import Step
 from nimblert.cuda.driver import Handle, call
-from nimblert.cuda.graph import Filling
+from nimblert.cuda.graph import Filling, Step
 from nimblert.cuda.movers import GatherKernels, Mover, RowMover
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor

@@ -18,9 +18,11 @@ from nimblert.arrays import dlpack, layouts, padding
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.calls.remembering import remembered
 from nimblert.cuda import graph
-from nimblert.cuda.call_graphs import Arrival, Step
+from nimblert.cuda.call_graphs import Arrival
 from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
+from nimblert.cuda.early import Signal, StagedArrays, can_wait
+from nimblert.cuda.graph import Step
 from nimblert.cuda.memory import DeviceMemory, Staging, allocate
 from nimblert.cuda.movers import GatherKernels, Mover, RowMover
 from nimblert.cuda.padded import PaddingMover
@@ -34,6 +36,10 @@ _SMALL_NBYTES = 2 * PART_NBYTES
 _BY_KERNEL_NBYTES = 1 << 19
 """No more is copied between the host and the GPU by kernels of a graph. With a program of 205 us on an H200 that saves
 10 of the 22 us that the copy engine adds, for 301 KB to the GPU and 2 KB from there."""
+
+_EARLY_NBYTES = 1 << 17
+"""Calls with no fewer bytes of inputs are launched before these are copied to page-locked memory. On an H200 that saves
+8 of 68 us with 301 KB, 25 of 135 us with 657 KB, and nothing with 32 KiB."""
 
 _COPIED_NBYTES = 1 << 12
 """An output of a call from the host with no more bytes gets to page-locked memory that each call overwrites, and is
@@ -107,17 +113,30 @@ class Inlet:
         if way.mover is not None:
             way.mover.move(self._addresses[index], way.device, stream)
 
-    def uploads(self, arrays: Sequence[np.ndarray]) -> list[Arrival]:
-        """The transfers of host arrays with the layouts of these, as nodes of a graph."""
+    def uploads(self, arrays: Sequence[np.ndarray], signal: Signal | None) -> tuple[list[Arrival], StagedArrays]:
+        """The transfers of host arrays with the layouts of these, as nodes of a graph, and where these read them.
+
+        With a ``signal`` they wait until the arrays are there.
+        """
         found = []
+        staged = StagedArrays(signal)
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            add = _crossing(self._kernels, graph.add_upload)
+            first = staged.add(array, way.staged, way.nbytes)
+            add: Callable[..., Handle] = _crossing(self._kernels, graph.add_upload)
+            if signal is not None:
+                add = partial(signal.add_upload, first=first)
             steps: list[Step] = [partial(add, dst=way.device, src=way.host, nbytes=way.nbytes)]
             if way.mover is not None:
                 steps += way.mover.steps(self._addresses[index], way.device)
-            found.append(Arrival(steps, way.staged))
-        return found
+            found.append(Arrival(steps))
+        return found, staged
+
+    def may_be_early(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Whether it is worth while, and possible, to launch calls with arrays like these before their uploads."""
+        ways = [self._way_of(index, array) for index, array in enumerate(arrays)]
+        nbytes = sum(way.nbytes for way in ways)
+        return _EARLY_NBYTES <= nbytes <= _SMALL_NBYTES and all(can_wait(way.device, way.host) for way in ways)
 
     def moves(self, arrays: Given) -> list[Arrival]:
         """The transfers of device arrays as nodes of a graph."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
 from nimblert.cuda import graph
-from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe, Step
+from nimblert.cuda.call_graphs import Arrival, CallGraph, CallGraphs, Recipe
 from nimblert.cuda.driver import Handle
+from nimblert.cuda.early import Signal
 from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.pools import Lent, addresses
 from nimblert.cuda.transfers import Given, Inlet, Outlet
@@ -38,9 +39,10 @@ class WholeCalls:
         memory: DeviceMemory,
         inlet: Inlet,
         outlet: Outlet,
+        signal: Signal,
     ) -> None:
         self._program, self._functions, self._memory = program, functions, memory
-        self._inlet, self._outlet = inlet, outlet
+        self._inlet, self._outlet, self._signal = inlet, outlet, signal
         self._arriving, self._whole = CallGraphs(), CallGraphs()
 
     def from_host(
@@ -58,12 +60,13 @@ class WholeCalls:
         return found or self._arriving.missed(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, None), False
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None] | None) -> CallGraph:
-        arrivals = self._inlet.uploads(arrays)
+        is_early = self._movable.may_run_twice and self._inlet.may_be_early(arrays)
+        arrivals, staged = self._inlet.uploads(arrays, self._signal if is_early else None)
         to = [None] * len(self._program.outputs) if lent is None else self._outlet.on_host(lent)
         written, copied = self._split(to, self._movable.to_host)
         adding = self._adding(self._memory.rebased(written))
         made = Recipe(adding, arrivals, self._outlet.downloads(copied)).instantiated()
-        return CallGraph(made, [arrival.staged for arrival in arrivals if arrival.staged is not None])
+        return CallGraph(made, staged)
 
     def from_device(
         self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet
@@ -86,8 +89,8 @@ class WholeCalls:
         The inputs are also copied to its own memory, for `replay`.
         """
         arrivals: list[Arrival] = []
-        beside: list[Step] = []
-        inputs, outputs, _ = self._movable
+        beside: list[graph.Step] = []
+        inputs, outputs, *_ = self._movable
         moves = self._inlet.moves(arrays)
         outputs = [
             may_move and shape == tensor.shape
@@ -131,12 +134,14 @@ class WholeCalls:
 class _Movable(NamedTuple):
     """For each input and output, whether the program's kernels may use an array of a caller instead.
 
-    ``to_host``: whether they may write an output to page-locked memory.
+    ``to_host``: whether they may write an output to page-locked memory. ``may_run_twice``: whether the program may run
+    once more, and before on inputs of the call before.
     """
 
     inputs: list[bool]
     outputs: list[bool]
     to_host: list[bool]
+    may_run_twice: bool
 
 
 def _movable(program: Program) -> _Movable:
@@ -175,4 +180,5 @@ def _movable(program: Program) -> _Movable:
         may_move and is_one_kernels(tensor) and tensor.span_nbytes <= _WRITTEN_NBYTES
         for may_move, tensor in zip(outputs, program.outputs, strict=True)
     ]
-    return _Movable(inputs, outputs, to_host)
+    may_run_twice = all(region in {Region.ARENA, Region.OUTPUT} for region, _ in written)
+    return _Movable(inputs, outputs, to_host, may_run_twice)

@@ -24,8 +24,9 @@ class InFlight:
     """
 
     def __init__(self, context: Context) -> None:
-        self._event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-        self._record = partial(driver.function("cuEventRecord"), self._event)
+        self.event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
+        """Recorded after the work, by `enqueued` or by a node of the graph that was launched."""
+        self._record = partial(driver.function("cuEventRecord"), self.event)
         self.stream: int | None = None
         """The stream of the work; None where there is none."""
         self._kept: list[object] = []
@@ -33,12 +34,12 @@ class InFlight:
     def precede(self, stream: int) -> None:
         """Make later work on ``stream`` wait for it."""
         if self.stream is not None and self.stream != stream:
-            call("cuStreamWaitEvent", stream, self._event, 0)
+            call("cuStreamWaitEvent", stream, self.event, 0)
 
     def enqueued(self, stream: int, arrays: object = None) -> None:
         """Track the work enqueued on ``stream`` so far; ``arrays`` are kept alive until it has ended."""
         if len(self._kept) >= _MOST_KEPT:
-            call("cuEventSynchronize", self._event)
+            call("cuEventSynchronize", self.event)
             self._kept.clear()
         self._record(stream)
         self.stream = stream
@@ -48,7 +49,7 @@ class InFlight:
     def wait(self) -> None:
         """Wait until it has ended."""
         if self.stream is not None:
-            call("cuEventSynchronize", self._event)
+            call("cuEventSynchronize", self.event)
             self.ended()
 
     def ended(self) -> None:
@@ -59,7 +60,7 @@ class InFlight:
     def close(self) -> None:
         """Wait for it, ignoring errors: after a kernel has failed, the driver refuses every call."""
         if self.stream is not None:
-            driver.bindings().cuEventSynchronize(self._event)
+            driver.bindings().cuEventSynchronize(self.event)
             self.ended()
 
 

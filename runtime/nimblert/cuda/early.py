@@ -1,0 +1,152 @@
+"""Early launches: the graph of a call is launched first, and its uploads wait until the host has filled their memory.
+
+The host copies the arrays in parts, and counts them in a word of page-locked memory. Each part is uploaded once the
+word says that it is there, while the host copies the next one. An upload that has waited too long, as another thread
+kept the host from its work, leaves its part as it is, and the call launches its graph again.
+"""
+
+import platform
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nimblert.arrays import layouts
+from nimblert.cuda import graph
+from nimblert.cuda.driver import Context, Handle, PackedParameters, call
+from nimblert.cuda.memory import allocate, host_bytes
+
+_PTX = Path(__file__).with_name("early.ptx")
+_BLOCK = 256
+_BLOCK_NBYTES = _BLOCK * 4 * 16
+_ALIGNMENT = 16
+_PROGRESS_NBYTES = 8
+
+PART_NBYTES = 1 << 17
+"""The size of a part."""
+
+_REST = 256
+"""The calls after a late one that are not launched early: where threads hinder each other, most would be late."""
+
+_IN_ORDER = platform.machine() in {"x86_64", "AMD64"}
+"""Whether other processors and devices see the stores of this one in order, as they must see arrays before the word."""
+
+
+class Signal:
+    """The word by which the host tells the uploads of one call at a time what it has filled, and their answer."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._progress: dict[int, int] = {}
+
+    @cached_property
+    def _address(self) -> int:
+        return int(self._context.acquire(call("cuMemHostAlloc", 8, 0), "cuMemFreeHost"))
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """The number of parts that the host has filled, and whether an upload has given up waiting, as uint32."""
+        return host_bytes(self._address, 8).view(np.uint32)
+
+    @cached_property
+    def _kernel(self) -> Handle:
+        module = self._context.acquire(call("cuModuleLoadData", _PTX.read_bytes() + b"\0"), "cuModuleUnload")
+        return call("cuModuleGetFunction", module, b"upload")
+
+    def add_upload(self, built: Handle, dst: int, src: int, nbytes: int, first: int) -> Handle:
+        """As `graph.add_upload`, of an array whose first part is number ``first``."""
+        end = first + part_count(nbytes)
+        addresses = dst, src, self._address, self._progress_at(first)
+        parameters = struct.pack("<QQQQIIII", *addresses, nbytes, PART_NBYTES, first, end)
+        blocks = 1 + -(-nbytes // _BLOCK_NBYTES)
+        return graph.add_kernel(built, self._kernel, (blocks, 1, 1), (_BLOCK, 1, 1), PackedParameters(parameters))
+
+    def _progress_at(self, first: int) -> int:
+        """The device memory that uploads from this part on use, one at a time."""
+        if first not in self._progress:
+            address = allocate(self._context, _PROGRESS_NBYTES)
+            call("cuMemsetD8", address, 0, _PROGRESS_NBYTES)
+            call("cuStreamSynchronize", 0)
+            self._progress[first] = address
+        return self._progress[first]
+
+
+class _Staged(NamedTuple):
+    """Page-locked memory for an array, filled in ``parts``, its axes in this ``order``, or ``whole`` if it has none.
+
+    Then ``end`` parts of the call are filled.
+    """
+
+    whole: np.ndarray
+    order: tuple[int, ...]
+    parts: Sequence[tuple[slice, np.ndarray]]
+    end: int
+
+
+class StagedArrays:
+    """The page-locked memory for the arrays of a call. With a ``signal`` the graph may be launched before it is filled.
+
+    ``words`` are those of the signal, to be 0 before each launch. ``rest`` is the number of calls, from the next on,
+    that are launched once the memory is filled.
+    """
+
+    def __init__(self, signal: Signal | None) -> None:
+        self.words = np.zeros(2, np.uint32) if signal is None else signal.words
+        self.rest = inf if signal is None else 0
+        self._staged: list[_Staged] = []
+        self._count = 0
+
+    def add(self, array: np.ndarray, staged: np.ndarray, nbytes: int) -> int:
+        """Stage arrays laid out like this one in memory of ``nbytes``; returns the number of its first part."""
+        first, self._count = self._count, self._count + part_count(nbytes)
+        in_parts = staged.strides == array.strides and layouts.is_dense(array.shape, array.strides, array.itemsize)
+        order, parts = _parts(staged) if in_parts and nbytes > PART_NBYTES else ((), ())
+        self._staged.append(_Staged(staged, order, parts, self._count))
+        return first
+
+    def fill(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy the arrays of a call there, and signal each part."""
+        words, filled = self.words, 0
+        for (whole, order, parts, end), array in zip(self._staged, arrays, strict=True):
+            if parts:
+                flat = array.transpose(order).reshape(-1)
+                for part, to in parts:
+                    to[...] = flat[part]
+                    filled += 1
+                    words[0] = filled
+            else:
+                whole[...] = array
+                filled = end
+                words[0] = filled
+
+    def came_late(self) -> bool:
+        """Whether an upload gave up in the launch that has ended; if it is launched again, none will wait."""
+        if not self.words[1]:
+            self.rest -= self.rest > 0
+            return False
+        self.words[:] = self._count, 0
+        self.rest = _REST
+        return True
+
+
+def can_wait(dst: int, src: int) -> bool:
+    """Whether an upload to this address from there can be launched early."""
+    return _IN_ORDER and not (dst | src) % _ALIGNMENT
+
+
+def part_count(nbytes: int) -> int:
+    """The number of parts of an array."""
+    return -(-nbytes // PART_NBYTES)
+
+
+def _parts(staged: np.ndarray) -> tuple[tuple[int, ...], list[tuple[slice, np.ndarray]]]:
+    """The order of the axes in memory, and the parts in that order: where each lies, and a view of it."""
+    order = layouts.memory_order(staged.strides)
+    flat = staged.transpose(order).reshape(-1)
+    size = PART_NBYTES // staged.itemsize
+    parts = [slice(start, start + size) for start in range(0, flat.size, size)]
+    return order, [(part, flat[part]) for part in parts]

@@ -1,0 +1,242 @@
+"""Calls from the host whose graph is launched before their inputs are in page-locked memory."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")  # for the fixtures
+from copying import ORDERS, by_kernel, copying, drawn, laid_out, on_host
+from host_driver import HostDriver
+from plans import weight
+
+import nimblert
+from nimblert import Executable
+from nimblert.cuda import driver, early
+from nimblert.cuda.backend import CudaBackend
+from nimblert.cuda.early import StagedArrays
+from nimblert.plan import Memcpy, Memset, Plan, Pointer, Region
+
+pytest_plugins = ("gpu_memory",)
+
+SHAPE = (4, 3, 128, 96)
+"""Of several parts in float32, the last of which is shorter."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(put: object) -> None:
+    del put
+    found = driver.bindings()
+    if isinstance(found, HostDriver):
+        found.patience_s = 20.0
+
+
+def staged(model: Executable) -> list[StagedArrays]:
+    """Where the graphs of calls find their inputs."""
+    backend = model.backend
+    assert isinstance(backend, CudaBackend)
+    return [made.staged for graphs in (backend._calls._arriving, backend._calls._whole) for made in graphs.values()]
+
+
+def is_early(model: Executable) -> bool:
+    """Whether the next call is launched early."""
+    found = staged(model)
+    assert found
+    return all(not each.rest for each in found)
+
+
+def check(model: Executable, inputs: Callable[[int], np.ndarray], count: int = 12) -> None:
+    for seed in range(count):
+        x = inputs(seed)
+        assert np.array_equal(model(x), x)
+
+
+@pytest.mark.parametrize("given", ORDERS)
+@pytest.mark.parametrize("own", ORDERS)
+def test_every_call_has_its_own_input_in_any_order_of_axes(put: object, own: str, given: str) -> None:
+    del put
+    with nimblert.load(copying(SHAPE, ORDERS[own]), poison=True) as model:
+        check(model, lambda seed: laid_out(drawn(seed, SHAPE), ORDERS[given]))
+        assert is_early(model)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "dtype"),
+    [
+        (early.PART_NBYTES, "uint8"),
+        (early.PART_NBYTES + 1, "uint8"),
+        (2 * early.PART_NBYTES - 1, "bool"),
+        (2 * early.PART_NBYTES + 16, "float16"),
+        (3 * early.PART_NBYTES + 24, "int64"),
+        ((1 << 20) + 8, "float64"),
+        (1 << 21, "float32"),
+    ],
+)
+def test_every_byte_arrives(put: object, nbytes: int, dtype: str) -> None:
+    del put
+    shape = (nbytes // np.dtype(dtype).itemsize,)
+    with nimblert.load(by_kernel(copying(shape, (0,), dtype)), poison=True) as model:
+        check(model, lambda seed: np.random.default_rng(seed).integers(0, 200, shape).astype(dtype), 40)
+        assert is_early(model)
+
+
+def test_an_input_with_gaps_arrives_whole(put: object) -> None:
+    del put
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model:
+        check(model, lambda seed: drawn(seed, (*SHAPE[:3], 2 * SHAPE[3]))[..., ::2])
+        check(model, lambda seed: np.broadcast_to(drawn(seed, SHAPE[-1:]), SHAPE))
+        check(model, lambda seed: drawn(seed, SHAPE)[::-1])
+        assert is_early(model)
+
+
+def two_inputs(shapes: Sequence[Sequence[int]]) -> Plan:
+    """A plan that copies each of its inputs to an output."""
+    plans = [copying(shape, range(len(shape))) for shape in shapes]
+    inputs, outputs, commands = [], [], []
+    for index, plan in enumerate(plans):
+        (program,) = plan.programs
+        places = [Pointer(region=region, index=index) for region in (Region.INPUT, Region.OUTPUT)]
+        inputs.append(replace(program.inputs[0], name=f"x{index}", pointer=places[0]))
+        outputs.append(replace(program.outputs[0], name=f"y{index}", pointer=places[1]))
+        commands.append(Memcpy(dst=places[1], src=places[0], nbytes=program.arena_nbytes, stream=0, op=0))
+    nbytes = tuple(plan.programs[0].arena_nbytes for plan in plans)
+    program = replace(
+        plans[0].programs[0],
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        commands=tuple(commands),
+        arena_nbytes=0,
+        input_nbytes=nbytes,
+        output_nbytes=nbytes,
+    )
+    return replace(plans[0], programs=(program,))
+
+
+def test_several_inputs(put: object) -> None:
+    del put
+    shapes = [(5,), (300, 200), (1, 7), (123, 457)]
+    with nimblert.load(two_inputs(shapes), poison=True) as model:
+        for seed in range(12):
+            xs = [drawn(seed + index, shape) for index, shape in enumerate(shapes)]
+            found = model(*xs)
+            assert all(np.array_equal(y, x) for x, y in zip(xs, found, strict=True))
+        assert is_early(model)
+
+
+def test_small_inputs_are_there_before(put: object) -> None:
+    del put
+    with nimblert.load(copying((1 << 10,), (0,))) as model:
+        check(model, lambda seed: drawn(seed, (1 << 10,)))
+        assert [each.rest for each in staged(model)] == [inf]
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the host fill memory only after a while."""
+    fill = StagedArrays.fill
+
+    def filling(self: StagedArrays, arrays: Sequence[np.ndarray]) -> None:
+        time.sleep(seconds)
+        fill(self, arrays)
+
+    monkeypatch.setattr(StagedArrays, "fill", filling)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (early.PART_NBYTES // 4 + 1,)])
+def test_a_call_that_comes_late_runs_again(
+    put: object, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    del put
+    if isinstance(found := driver.bindings(), HostDriver):
+        found.patience_s = 0.001
+    with nimblert.load(copying(shape, range(len(shape))), poison=True) as model:
+        check(model, lambda seed: drawn(seed, shape), 40)  # outputs in memory that comes again have a graph by now
+        for each in staged(model):
+            each.rest = 0
+        with monkeypatch.context() as patch:
+            slow(patch, 0.02)
+            check(model, lambda seed: drawn(100 + seed, shape), 3)
+        rests = {each.rest for each in staged(model)}
+        assert early._REST - 2 in rests
+        check(model, lambda seed: drawn(200 + seed, shape), early._REST)
+        assert is_early(model)
+        check(model, lambda seed: drawn(500 + seed, shape))
+
+
+@on_host
+def test_after_a_late_call_others_wait_for_the_host(put: object, host: HostDriver) -> None:
+    del put
+    host.patience_s = 0.0
+    with nimblert.load(by_kernel(copying((1 << 16,), (0,))), poison=True) as model:
+        kept = [model(drawn(seed, (1 << 16,))) for seed in range(4)]  # as all are kept, a graph brings the inputs alone
+        assert host.late == 2
+        check(model, lambda seed: drawn(seed, (1 << 16,)), early._REST)
+        assert host.late == 4  # with the outputs released, there is a graph of whole calls too
+        check(model, lambda seed: drawn(seed, (1 << 16,)), 4)
+        assert host.late == 6
+        assert all(np.array_equal(y, drawn(seed, (1 << 16,))) for seed, y in enumerate(kept))
+
+
+def test_an_interrupted_call_ends_and_the_next_is_right(put: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    del put
+    if isinstance(found := driver.bindings(), HostDriver):
+        found.patience_s = 0.1
+
+    def interrupted(self: StagedArrays, _: object) -> None:
+        self.words[0] = 1
+        raise KeyboardInterrupt
+
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model:
+        check(model, lambda seed: drawn(seed, SHAPE), 40)
+        for seed in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(StagedArrays, "fill", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    model(drawn(seed, SHAPE))
+            check(model, lambda seed: drawn(50 + seed, SHAPE), 3)
+        assert is_early(model)
+
+
+@on_host
+@pytest.mark.parametrize("region", [Region.STATE, Region.INPUT])
+def test_a_program_that_may_not_run_twice_is_not_launched_early(put: object, region: Region) -> None:
+    del put
+    plan = copying(SHAPE, ORDERS["contiguous"])
+    (program,) = plan.programs
+    fill = Memset(dst=Pointer(region=region), value=1, element_nbytes=1, count=16, stream=0, op=0)
+    writing = replace(program, commands=(*program.commands, fill))
+    kept = weight("kept", (1.0, 2.0, 3.0, 4.0), 0)
+    with nimblert.load(replace(plan, state_nbytes=16, state=(kept,), programs=(writing,))) as model:
+        for seed in range(6):
+            model(drawn(seed, SHAPE))
+        assert {each.rest for each in staged(model)} == {inf}
+
+
+@on_host
+def test_where_stores_are_not_seen_in_order_nothing_is_launched_early(
+    put: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del put
+    monkeypatch.setattr(early, "_IN_ORDER", False)
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model:
+        check(model, lambda seed: drawn(seed, SHAPE))
+        assert {each.rest for each in staged(model)} == {inf}
+
+
+def test_the_calls_of_many_threads_are_right(put: object) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    del put
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model, ThreadPoolExecutor(8) as threads:
+
+        def calls(seed: int) -> None:
+            with model.context() as context:
+                for _ in range(30):
+                    x: Any = drawn(seed, SHAPE)
+                    assert np.array_equal(context(x), x)
+
+        for done in [threads.submit(calls, seed) for seed in range(8)]:
+            done.result()
