@@ -4,7 +4,6 @@
 
 constexpr unsigned int BLOCK = 256;
 constexpr unsigned int EACH = 4; // vectors of 16 bytes that a thread copies
-constexpr unsigned long long PATIENCE_NS = 1 << 20;
 constexpr unsigned int NEVER = ~0u;
 
 struct Words {            // in page-locked memory
@@ -24,7 +23,7 @@ __device__ unsigned long long now_ns() {
 }
 
 // The first block watches the host for all others: the GPU would make one read of the word after the other.
-__device__ void watch(Words *words, Progress *progress, unsigned int end) {
+__device__ void watch(Words *words, Progress *progress, unsigned int end, unsigned int patience_ns) {
     const unsigned long long begin = now_ns();
     unsigned int filled = 0, told = 0;
     do {
@@ -36,7 +35,7 @@ __device__ void watch(Words *words, Progress *progress, unsigned int end) {
         if (filled >= end) {
             return;
         }
-    } while (now_ns() - begin < PATIENCE_NS);
+    } while (now_ns() - begin < patience_ns);
     *static_cast<volatile unsigned int *>(&words->late) = 1;
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(&progress->filled), "r"(NEVER) : "memory");
 }
@@ -77,12 +76,12 @@ __device__ void copy(uint4 *to, const uint4 *from, unsigned int nbytes, unsigned
 // of the first part, `end` that of the part after the last.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     upload(uint4 *to, const uint4 *from, Words *words, Progress *progress, unsigned int nbytes,
-           unsigned int part_nbytes, unsigned int first, unsigned int end) {
+           unsigned int part_nbytes, unsigned int first, unsigned int end, unsigned int patience_ns) {
     __shared__ bool ready;
     const unsigned int begin = (blockIdx.x - 1) * BLOCK * EACH;
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) {
-            watch(words, progress, end);
+            watch(words, progress, end, patience_ns);
             ready = false;
         } else {
             ready = comes(progress, first + begin / (part_nbytes / 16) + 1);

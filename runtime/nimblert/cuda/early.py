@@ -29,8 +29,14 @@ _PROGRESS_NBYTES = 8
 PART_NBYTES = 1 << 17
 """The size of a part."""
 
+_LATEST_NS = 100_000
+_SLOWEST_GBPS = 4
+"""How long an upload waits: so long, and for the time of the copies before it at this rate."""
+
 _REST = 256
-"""The calls after a late one that are not launched early: where threads hinder each other, most would be late."""
+_LONGEST_REST = 1 << 16
+"""The calls after a late one that are not launched early, twice as many after each that follows: where threads hinder
+each other, most would be late."""
 
 _IN_ORDER = platform.machine() in {"x86_64", "AMD64"}
 """Whether other processors and devices see the stores of this one in order, as they must see arrays before the word."""
@@ -61,7 +67,8 @@ class Signal:
         """As `graph.add_upload`, of an array whose first part is number ``first``."""
         end = first + part_count(nbytes)
         addresses = dst, src, self._address, self._progress_at(first)
-        parameters = struct.pack("<QQQQIIII", *addresses, nbytes, PART_NBYTES, first, end)
+        patience_ns = _LATEST_NS + end * PART_NBYTES // _SLOWEST_GBPS
+        parameters = struct.pack("<QQQQIIIII", *addresses, nbytes, PART_NBYTES, first, end, patience_ns)
         blocks = 1 + -(-nbytes // _BLOCK_NBYTES)
         return graph.add_kernel(built, self._kernel, (blocks, 1, 1), (_BLOCK, 1, 1), PackedParameters(parameters))
 
@@ -97,6 +104,7 @@ class StagedArrays:
     def __init__(self, signal: Signal | None) -> None:
         self.words = np.zeros(2, np.uint32) if signal is None else signal.words
         self.rest = inf if signal is None else 0
+        self._next_rest = _REST
         self._staged: list[_Staged] = []
         self._count = 0
 
@@ -126,10 +134,14 @@ class StagedArrays:
     def came_late(self) -> bool:
         """Whether an upload gave up in the launch that has ended; if it is launched again, none will wait."""
         if not self.words[1]:
-            self.rest -= self.rest > 0
+            if self.rest:
+                self.rest -= 1
+            else:
+                self._next_rest = _REST
             return False
         self.words[:] = self._count, 0
-        self.rest = _REST
+        self.rest = self._next_rest
+        self._next_rest = min(2 * self.rest, _LONGEST_REST)
         return True
 
 
