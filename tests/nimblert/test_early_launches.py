@@ -71,7 +71,8 @@ def test_every_call_has_its_own_input_in_any_order_of_axes(put: object, own: str
         (early.PART_NBYTES + 1, "uint8"),
         (2 * early.PART_NBYTES - 1, "bool"),
         (2 * early.PART_NBYTES + 16, "float16"),
-        (3 * early.PART_NBYTES + 24, "int64"),
+        (3 * early.PART_NBYTES + 24, "float64"),
+        (3 * early.PART_NBYTES + 3, "int8"),
         ((1 << 20) + 8, "float64"),
         (1 << 21, "float32"),
     ],
@@ -218,6 +219,15 @@ def test_a_program_that_may_not_run_twice_is_not_launched_early(put: object, reg
     with nimblert.load(replace(plan, state_nbytes=16, state=(kept,), programs=(writing,))) as model:
         for seed in range(6):
             model(drawn(seed, SHAPE))
+        assert {each.rest for each in staged(model)} == {inf}
+
+
+@on_host
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64", "uint16", "uint32", "uint64"])
+def test_what_may_be_an_index_is_not_mixed_from_two_calls(put: object, dtype: str) -> None:
+    del put
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"], dtype), poison=True) as model:
+        check(model, lambda seed: drawn(seed, SHAPE, dtype))
         assert {each.rest for each in staged(model)} == {inf}
 
 

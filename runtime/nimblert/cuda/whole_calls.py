@@ -28,6 +28,9 @@ _WRITTEN_NBYTES = 1 << 12
 """Kernels write no larger output into memory of the host. On an H100 that saves 2 of the 10 us of a launch that brings
 back 4 KiB; 64 KiB in scattered order would take 37 us more."""
 
+_INDICES = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64"})
+"""Of inputs that may be indices. One computed from inputs of two calls may lie outside of what each of them reads."""
+
 
 class WholeCalls:
     """The graphs of calls of a ``program`` over ``memory``."""
@@ -60,7 +63,7 @@ class WholeCalls:
         return found or self._arriving.missed(lying, _ENOUGH_ON_HOST, self._made_for_host, arrays, None), False
 
     def _made_for_host(self, arrays: Sequence[np.ndarray], lent: Sequence[Lent | None] | None) -> CallGraph:
-        is_early = self._movable.may_run_twice and self._inlet.may_be_early(arrays)
+        is_early = self._movable.may_be_early and self._inlet.may_be_early(arrays)
         arrivals, staged = self._inlet.uploads(arrays, self._signal if is_early else None)
         to = [None] * len(self._program.outputs) if lent is None else self._outlet.on_host(lent)
         written, copied = self._split(to, self._movable.to_host)
@@ -134,14 +137,14 @@ class WholeCalls:
 class _Movable(NamedTuple):
     """For each input and output, whether the program's kernels may use an array of a caller instead.
 
-    ``to_host``: whether they may write an output to page-locked memory. ``may_run_twice``: whether the program may run
-    once more, and before on inputs of the call before.
+    ``to_host``: whether they may write an output to page-locked memory. ``may_be_early``: whether the program may run
+    once before, on inputs of which some parts are those of the call before.
     """
 
     inputs: list[bool]
     outputs: list[bool]
     to_host: list[bool]
-    may_run_twice: bool
+    may_be_early: bool
 
 
 def _movable(program: Program) -> _Movable:
@@ -181,4 +184,5 @@ def _movable(program: Program) -> _Movable:
         for may_move, tensor in zip(outputs, program.outputs, strict=True)
     ]
     may_run_twice = all(region in {Region.ARENA, Region.OUTPUT} for region, _ in written)
-    return _Movable(inputs, outputs, to_host, may_run_twice)
+    may_be_mixed = all(tensor.dtype not in _INDICES for tensor in program.inputs)
+    return _Movable(inputs, outputs, to_host, may_run_twice and may_be_mixed)
