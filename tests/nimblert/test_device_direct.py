@@ -117,6 +117,13 @@ def test_what_would_wait_for_a_call_or_a_launch_is_refused_within_it(model: Exec
 
 
 @on_host
+def test_what_was_launched_is_closed_after_a_kernel_has_failed(model: Executable, host: HostDriver) -> None:
+    model.launch()
+    host.broken = True
+    model.close()
+
+
+@on_host
 def test_a_launch_that_comes_again_is_refused_as_the_first(model: Executable, put: Put) -> None:
     model.launch(0x77)
     for stream in (-1, "s", object()):

@@ -355,7 +355,7 @@ class CudaBackend:
             made = call("cuGraphInstantiate", built, 0)
         finally:
             call("cuGraphDestroy", built)
-        self._scope.callback(call, "cuGraphExecDestroy", made)
+        self._scope.callback(driver.bindings().cuGraphExecDestroy, made)
         self._recording = made
         return made
 
