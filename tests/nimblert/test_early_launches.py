@@ -43,10 +43,10 @@ def staged(model: Executable) -> list[StagedArrays]:
 
 
 def is_early(model: Executable) -> bool:
-    """Whether the next call is launched early."""
+    """Whether calls are launched early, but for those that follow a late one."""
     found = staged(model)
     assert found
-    return all(not each.rest for each in found)
+    return all(each.rest < inf for each in found)
 
 
 def check(model: Executable, inputs: Callable[[int], np.ndarray], count: int = 12) -> None:
@@ -151,19 +151,18 @@ def test_a_call_that_comes_late_runs_again(
     put: object, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     del put
-    if isinstance(found := driver.bindings(), HostDriver):
-        found.patience_s = 0.001
     with nimblert.load(copying(shape, range(len(shape))), poison=True) as model:
         check(model, lambda seed: drawn(seed, shape), 40)  # outputs in memory that comes again have a graph by now
         for each in staged(model):
-            each.rest = 0
+            each.rest, each._next_rest = 0, early._REST
         with monkeypatch.context() as patch:
             slow(patch, 0.02)
+            if isinstance(found := driver.bindings(), HostDriver):
+                patch.setattr(found, "patience_s", 0.001)
             check(model, lambda seed: drawn(100 + seed, shape), 3)
-        rests = {each.rest for each in staged(model)}
-        assert early._REST - 2 in rests
-        check(model, lambda seed: drawn(200 + seed, shape), early._REST)
-        assert is_early(model)
+        assert sorted(each.rest for each in staged(model)) in ([early._REST - 2], [0, early._REST - 2])
+        check(model, lambda seed: drawn(200 + seed, shape), early._REST - 2)
+        assert {each.rest for each in staged(model)} == {0}
         check(model, lambda seed: drawn(500 + seed, shape))
 
 
