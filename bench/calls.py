@@ -1,12 +1,13 @@
 """The overhead of a plan's calls over their replay.
 
-Usage: python -m bench.calls --markdown, which prints the table from the results of `bench.peers`.
+Usage: python -m bench.calls --markdown [--results FILE], which prints the table from the results of `bench.peers`.
 
 The limit for a call from numpy is its replay, plus 25 us, plus 1.3 times the copy of its bytes from page-locked memory.
 """
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bench import environment, peers
@@ -66,8 +67,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--markdown", action="store_true", required=True)
-    parser.parse_args()
-    print(markdown(environment.read(peers.FOLDER / "peers.json")))
+    parser.add_argument("--results", type=Path, default=peers.FOLDER / "peers.json", help="a file of `bench.peers`")
+    print(markdown(environment.read(parser.parse_args().results)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_an_input_with_gaps_arrives_whole(put: object) -> None:
         assert is_early(model)
 
 
-def two_inputs(shapes: Sequence[Sequence[int]]) -> Plan:
+def copying_each(shapes: Sequence[Sequence[int]]) -> Plan:
     """A plan that copies each of its inputs to an output."""
     plans = [copying(shape, range(len(shape))) for shape in shapes]
     inputs, outputs, commands = [], [], []
@@ -120,7 +120,7 @@ def two_inputs(shapes: Sequence[Sequence[int]]) -> Plan:
 def test_several_inputs(put: object) -> None:
     del put
     shapes = [(5,), (300, 200), (1, 7), (123, 457)]
-    with nimblert.load(two_inputs(shapes), poison=True) as model:
+    with nimblert.load(copying_each(shapes), poison=True) as model:
         for seed in range(12):
             xs = [drawn(seed + index, shape) for index, shape in enumerate(shapes)]
             found = model(*xs)
@@ -242,15 +242,13 @@ def test_where_stores_are_not_seen_in_order_nothing_is_launched_early(
 
 
 def test_the_calls_of_many_threads_are_right(put: object) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     del put
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model, ThreadPoolExecutor(8) as threads:
 
         def calls(seed: int) -> None:
             with model.context() as context:
                 for _ in range(30):
-                    x: Any = drawn(seed, SHAPE)
+                    x = drawn(seed, SHAPE)
                     assert np.array_equal(context(x), x)
 
         for done in [threads.submit(calls, seed) for seed in range(8)]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from nimblert.calls.refitting import Refit
 from nimblert.calls.remembering import remembered
 from nimblert.calls.turn import Turn
 from nimblert.cuda import driver, graph
+from nimblert.cuda.call_graphs import Recipe
 from nimblert.cuda.direct import DeviceDirect
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.early import Signal
@@ -348,13 +350,8 @@ class CudaBackend:
 
     def _built_recording(self) -> Handle:
         """The graph with a node that records the event of the work in flight, which saves the host a call."""
-        built = call("cuGraphCreate", 0)
-        try:
-            ends = graph.add_program(built, self._program, self.functions, self.memory)
-            call("cuGraphAddEventRecordNode", built, list(ends.last), len(ends.last), self._in_flight.event)
-            made = call("cuGraphInstantiate", built, 0)
-        finally:
-            call("cuGraphDestroy", built)
+        adding = partial(graph.add_program, program=self._program, functions=self.functions, memory=self.memory)
+        made = Recipe(adding, departures=[partial(graph.add_record, event=self._in_flight.event)]).instantiated()
         self._scope.callback(driver.bindings().cuGraphExecDestroy, made)
         self._recording = made
         return made
@@ -393,10 +390,10 @@ class CudaBackend:
 
     def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
         with self._run_once() as single:
-            first = call("cuGraphAddEventRecordNode", single, None, 0, begin)
+            first = graph.add_record(single, begin)
             node = graph.add_node(single, command, self.functions, self.memory)
             graph.add_edges(single, [first], [node])
-            call("cuGraphAddEventRecordNode", single, [node], 1, end)
+            graph.add_edges(single, [node], [graph.add_record(single, end)])
         return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
 
     def _work(self) -> Iterator[Work]:

@@ -198,6 +198,11 @@ def add_fill(graph: Handle, dst: int, filling: Filling) -> Handle:
     return call("cuGraphAddMemsetNode", graph, None, 0, params, call("cuCtxGetCurrent"))
 
 
+def add_record(graph: Handle, event: Handle) -> Handle:
+    """Add the record of an event to a graph, without edges, and return its node."""
+    return call("cuGraphAddEventRecordNode", graph, None, 0, event)
+
+
 def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
     for programmatic in (False, True):
         sources = [nodes[e.source] for e in before if e.programmatic is programmatic]

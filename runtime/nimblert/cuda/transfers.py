@@ -39,7 +39,7 @@ _BY_KERNEL_NBYTES = 1 << 19
 
 _EARLY_NBYTES = 1 << 17
 """Calls with no fewer bytes of inputs are launched before these are copied to page-locked memory. On an H200 that saves
-8 of 68 us with 301 KB, 25 of 135 us with 657 KB, and nothing with 32 KiB."""
+7 of 73 us with 301 KB, 19 of 132 us with 657 KB, and nothing with 128 KiB (bench/results/gpu/early_launches.json)."""
 
 _COPIED_NBYTES = 1 << 12
 """An output of a call from the host with no more bytes gets to page-locked memory that each call overwrites, and is

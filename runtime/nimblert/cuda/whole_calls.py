@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ back 4 KiB; 64 KiB in scattered order would take 37 us more."""
 _INDICES = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64"})
 """Of inputs that may be indices. One computed from inputs of two calls may lie outside of what each of them reads."""
 
+_strides_of = attrgetter("strides")
+
 
 class WholeCalls:
     """The graphs of calls of a ``program`` over ``memory``."""
@@ -54,7 +57,7 @@ class WholeCalls:
         """The graph that transfers host arrays and runs the program, or None; whether it transfers the outputs too."""
         if not self._inlet.is_small:
             return None, False
-        lying = tuple([array.strides for array in arrays])
+        lying = tuple(map(_strides_of, arrays))
         key = lying, tuple([None if memory is None else memory.address for memory in lent])
         found = self._whole.get(key) or self._whole.missed(key, _ENOUGH_ON_HOST, self._made_for_host, arrays, lent)
         if found is not None:

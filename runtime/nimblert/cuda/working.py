@@ -36,15 +36,14 @@ class InFlight:
         if self.stream is not None and self.stream != stream:
             call("cuStreamWaitEvent", stream, self.event, 0)
 
-    def enqueued(self, stream: int, arrays: object = None) -> None:
+    def enqueued(self, stream: int, arrays: object) -> None:
         """Track the work enqueued on ``stream`` so far; ``arrays`` are kept alive until it has ended."""
         if len(self._kept) >= _MOST_KEPT:
             call("cuEventSynchronize", self.event)
             self._kept.clear()
         self._record(stream)
         self.stream = stream
-        if arrays is not None:
-            self._kept.append(arrays)
+        self._kept.append(arrays)
 
     def wait(self) -> None:
         """Wait until it has ended."""
