@@ -24,6 +24,7 @@ _GROUPS = {
     "call_us": "call",
     "numpy_us": "numpy",
     "other_order_us": "other_order",
+    "page_locked_us": "page_locked",
     "launch_us": "launch",
     "chain_us": "chain",
     "token_us": "token",

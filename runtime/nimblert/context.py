@@ -264,6 +264,17 @@ class Context:
             bindings.bind(binding, array, self._backends[binding.program.name])
             self._turn.program, self._turn.parts = binding.program, 1
 
+    def empty_input(self, name: str, *, entry: str | None = None) -> np.ndarray:
+        """A new array for an input, of its largest size and in its layout; the contents are arbitrary.
+
+        On a GPU it is in page-locked memory: a call uploads it, or a dense part of it, without copying it first.
+        Raises InputError.
+        """
+        tensor = self._signatures[entry].largest_input(name)
+        with self._turn.taken(), self._turn.lock:
+            self._turn.check_ready(self._turn.steps)
+            return self._resident.empty_input(tensor)
+
     def _call(self, signature: Signature, args: Sequence[Any], kwargs: Arrays) -> np.ndarray | tuple[np.ndarray, ...]:
         results = tuple(self._run(signature, signature.by_name(args, kwargs), {}).values())
         return results[0] if len(results) == 1 else results

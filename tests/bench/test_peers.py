@@ -67,13 +67,14 @@ def cells(line: str) -> list[str]:
 
 def test_a_call_is_laid_beside_its_replay_and_what_it_may_take() -> None:
     more = {"other_order_us": spread(450), "launch_us": spread(3.5), "call_us": spread(264)}
+    more["page_locked_us"] = spread(516)
     moved = {"moved_nbytes": 2_000_000, "page_locked_gbps": {"up": 50.0, "down": 55.0}}
     theirs = {**figures(400), "launch_us": spread(5.25)}
     own = {**figures(250), **more, **moved}
     results = {**RESULTS, "models": {"bench.models.one:fp16": {"compile": theirs, "-O2": own}}}
     _, _, one, mean, *_ = map(cells, calls.markdown(results).splitlines())
-    assert one == ["one:fp16", "258", "1000 (3.88; 335)", "450", "264 (14.0)", "3.5 / 5.2"]
-    assert mean[2] == "3.88"
+    assert one == ["one:fp16", "258", "1000 (3.88; 335)", "450", "516 (2.00)", "264 (14.0)", "3.5 / 5.2"]
+    assert (mean[2], mean[4]) == ("3.88", "2.00")
     assert "800 / 264 (3.03)" in peers_table.markdown(results)
 
 

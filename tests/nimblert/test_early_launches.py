@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")  # for the fixtures
-from copying import ORDERS, by_kernel, copying, drawn, laid_out, on_host
+from copying import ORDERS, by_kernel, copying, copying_each, drawn, laid_out, on_host
 from host_driver import HostDriver
 from plans import weight
 
@@ -19,7 +19,7 @@ from nimblert import Executable
 from nimblert.cuda import driver, early
 from nimblert.cuda.backend import CudaBackend
 from nimblert.cuda.early import StagedArrays
-from nimblert.plan import Memcpy, Memset, Plan, Pointer, Region
+from nimblert.plan import Memset, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)
 
@@ -92,29 +92,6 @@ def test_an_input_with_gaps_arrives_whole(put: object) -> None:
         check(model, lambda seed: np.broadcast_to(drawn(seed, SHAPE[-1:]), SHAPE))
         check(model, lambda seed: drawn(seed, SHAPE)[::-1])
         assert is_early(model)
-
-
-def copying_each(shapes: Sequence[Sequence[int]]) -> Plan:
-    """A plan that copies each of its inputs to an output."""
-    plans = [copying(shape, range(len(shape))) for shape in shapes]
-    inputs, outputs, commands = [], [], []
-    for index, plan in enumerate(plans):
-        (program,) = plan.programs
-        places = [Pointer(region=region, index=index) for region in (Region.INPUT, Region.OUTPUT)]
-        inputs.append(replace(program.inputs[0], name=f"x{index}", pointer=places[0]))
-        outputs.append(replace(program.outputs[0], name=f"y{index}", pointer=places[1]))
-        commands.append(Memcpy(dst=places[1], src=places[0], nbytes=program.arena_nbytes, stream=0, op=0))
-    nbytes = tuple(plan.programs[0].arena_nbytes for plan in plans)
-    program = replace(
-        plans[0].programs[0],
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        commands=tuple(commands),
-        arena_nbytes=0,
-        input_nbytes=nbytes,
-        output_nbytes=nbytes,
-    )
-    return replace(plans[0], programs=(program,))
 
 
 def test_several_inputs(put: object) -> None:

@@ -34,6 +34,16 @@ def drawn(rows: int) -> dict[str, np.ndarray]:
     return {"x": numbers.reshape(rows, 3), "w": -numbers[: 2 * rows].reshape(2, rows)}
 
 
+def test_an_empty_input_has_the_largest_size(executable: Executable) -> None:
+    x, w = executable.empty_input("x"), executable.empty_input("w")
+    assert (x.shape, w.shape, x.dtype) == ((8, 3), (2, 8), np.int32)
+    for name, array in drawn(5).items():
+        head = {"x": x, "w": w}[name][tuple(map(slice, array.shape))]
+        head[...] = array
+    expected = executable(**drawn(5))
+    assert all(map(np.array_equal, executable(x[:5], w[:, :5]), expected))
+
+
 def runs(rows: int, fit: Fit = Fit.SPLIT) -> list[int] | None:
     """The sizes of the programs that a call of so many rows takes."""
     served = Sizes(sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))

@@ -80,6 +80,29 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
     return bare(program, target=Target.CUDA, device=driver.describe())
 
 
+def copying_each(shapes: Sequence[Sequence[int]]) -> Plan:
+    """A plan that copies each of its inputs to an output."""
+    plans = [copying(shape, range(len(shape))) for shape in shapes]
+    inputs, outputs, commands = [], [], []
+    for index, plan in enumerate(plans):
+        (program,) = plan.programs
+        places = [Pointer(region=region, index=index) for region in (Region.INPUT, Region.OUTPUT)]
+        inputs.append(replace(program.inputs[0], name=f"x{index}", pointer=places[0]))
+        outputs.append(replace(program.outputs[0], name=f"y{index}", pointer=places[1]))
+        commands.append(Memcpy(dst=places[1], src=places[0], nbytes=program.arena_nbytes, stream=0, op=0))
+    nbytes = tuple(plan.programs[0].arena_nbytes for plan in plans)
+    program = replace(
+        plans[0].programs[0],
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        commands=tuple(commands),
+        arena_nbytes=0,
+        input_nbytes=nbytes,
+        output_nbytes=nbytes,
+    )
+    return replace(plans[0], programs=(program,))
+
+
 def by_kernel(plan: Plan) -> Plan:
     """A plan of `copying` whose last copy, to the output, is made by a kernel of layout.cu."""
     (program,) = plan.programs

@@ -38,7 +38,8 @@ _ALWAYS = frozenset({
 })
 """Functions that still work after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
-_UPLOAD = struct.Struct("<QQQQIIIII")
+_UPLOAD = struct.Struct("<QQQQQIIIII")
+_ELSEWHERE = 1 << 31
 _UPLOADING = 0
 """The function of early.cu; those of layout.cu are the bytes of an element."""
 
@@ -212,9 +213,9 @@ class HostDriver:
     _cuMemFree = _cuMemFreeHost = _free
 
     def _cuPointerGetAttribute(self, attribute: Any, address: int) -> Any:
-        del attribute
+        assert attribute == real.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         known = any(start <= address < start + memory.size for start, memory in self.allocated.items())
-        return (_SUCCESS, real.CUmemorytype.CU_MEMORYTYPE_HOST) if known else (_INVALID, None)
+        return (_SUCCESS, real.CUdeviceptr(address)) if known else (_INVALID, None)
 
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
         if stream is not None:
@@ -384,17 +385,27 @@ class HostDriver:
         return self._gather(function, parameters)
 
     def _upload(
-        self, to: int, source: int, words: int, progress: int, nbytes: int, part_nbytes: int, first: int, *_: int
+        self,
+        to: int,
+        staged: int,
+        words: int,
+        source: int,
+        progress: int,
+        nbytes: int,
+        part_nbytes: int,
+        first: int,
+        *_: int,
     ) -> None:
         """Copy the parts that the host fills in time, as early.cu does."""
         assert ctypes.c_uint64.from_address(progress).value == 0
-        filled, late = (ctypes.c_uint32.from_address(words + offset) for offset in (0, 4))
+        word, late = (ctypes.c_uint32.from_address(words + offset) for offset in (0, 4))
         end = time.monotonic() + self.patience_s
         for part, start in enumerate(range(0, nbytes, part_nbytes), first):
-            while filled.value <= part and time.monotonic() < end:
+            while word.value & ~_ELSEWHERE <= part and time.monotonic() < end:
                 time.sleep(0)
-            if filled.value > part:
-                ctypes.memmove(to + start, source + start, min(part_nbytes, nbytes - start))
+            if word.value & ~_ELSEWHERE > part:
+                begin = ctypes.c_uint64.from_address(source).value if word.value & _ELSEWHERE else staged
+                ctypes.memmove(to + start, begin + start, min(part_nbytes, nbytes - start))
             else:
                 late.value = 1
                 self.late += 1

@@ -9,6 +9,9 @@ from operator import mul
 
 import numpy as np
 
+from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.plan import Tensor
+
 MOST_AXES = 8
 """The most axes of a gather (layout.cu), after contiguous ones are merged."""
 
@@ -87,6 +90,13 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
             return True
         end += stride * (size - 1)
     return False
+
+
+def strided(memory: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """The tensor in these bytes, as a view with its strides."""
+    dtype = numpy_dtype(tensor.dtype)
+    strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+    return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -84,6 +84,9 @@ class Resident(Protocol):
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
         """A program in the memory of a context."""
 
+    def empty_input(self, tensor: Tensor) -> np.ndarray:
+        """A new host array for an input, in the memory that is read fastest."""
+
     def refit(
         self,
         refits: Sequence[Refit],

@@ -32,6 +32,13 @@ class Signature:
         self._names = tuple(self._inputs)
         self._by_shapes = {shapes_of(program.inputs): program for program in self.programs}
 
+    def largest_input(self, name: str) -> Tensor:
+        """An input in the largest of its sizes. Raises InputError where there is none of this name."""
+        if name not in self._inputs:
+            raise InputError(f"input {name!r}: not found, the entry has {list(self._names)}")
+        sizes = [tensor for program in self.programs for tensor in program.inputs if tensor.name == name]
+        return max(sizes, key=lambda tensor: tensor.span_nbytes)
+
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arrays by name, given those in the plan's order and those by name. InputError where they are too many."""
         names = self._names

@@ -19,9 +19,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from nimblert.arrays import padding
+from nimblert.arrays import layouts, padding
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import in_memory_order
 from nimblert.calls.changing import Commit
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
@@ -61,6 +60,10 @@ class CpuResident:
     def backend(self, program: Program, working: HostWorking, *, poison: bool = False) -> "CpuBackend":
         """A program in the memory of a context."""
         return CpuBackend(self._plan, program, poison=poison, resident=self, working=working)
+
+    def empty_input(self, tensor: Tensor) -> np.ndarray:
+        """A new array for an input, in its layout."""
+        return layouts.strided(np.empty(tensor.span_nbytes, np.uint8), tensor)
 
     def refit(
         self,
@@ -189,7 +192,7 @@ class CpuBackend:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         pointer = tensor.pointer
         place = pointer.region, pointer.index
-        given = self._own.regions[place] if array is None else in_memory_order(array).view(np.uint8)
+        given = self._own.regions[place] if array is None else layouts.in_memory_order(array).view(np.uint8)
         made = self._copied()
         made._build(self.memory.rebased(place, given))  # noqa: SLF001 - its own class
         made._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}  # noqa: SLF001

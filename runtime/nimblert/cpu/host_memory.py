@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from nimblert.arrays import layouts
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.files.container import Mapped
@@ -166,10 +167,7 @@ class HostMemory:
 
     def tensor(self, tensor: Tensor) -> np.ndarray:
         """The strided view that a program's input or output is."""
-        dtype = numpy_dtype(tensor.dtype)
-        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
-        memory = self.range(tensor.pointer, tensor.span_nbytes)
-        return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
+        return layouts.strided(self.range(tensor.pointer, tensor.span_nbytes), tensor)
 
     def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
         """The array that ``pointer`` lies in, and the offset there."""

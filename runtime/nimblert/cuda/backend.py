@@ -19,7 +19,7 @@ from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.early import Signal
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
-from nimblert.cuda.pools import Pools
+from nimblert.cuda.pools import HostLayout, Pools
 from nimblert.cuda.refit import Refitter
 from nimblert.cuda.transfers import Given, Inlet, Outlet
 from nimblert.cuda.whole_calls import WholeCalls
@@ -55,6 +55,11 @@ class CudaResident:
     def backend(self, program: Program, working: CudaWorking, *, poison: bool = False) -> "CudaBackend":
         """A program in the memory of a context."""
         return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
+
+    def empty_input(self, tensor: Tensor) -> np.ndarray:
+        """A new array in page-locked memory for an input, in its layout."""
+        self._context.make_current()
+        return HostLayout.of(tensor).at(self.pools.host.take(tensor.span_nbytes, None, is_shared=False))
 
     def refit(
         self,
@@ -119,7 +124,7 @@ class CudaBackend:
         self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
         self._inlet = Inlet(context, program.inputs, self.memory, self._staged_inputs, resident.gathers)
         self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
-        self._signal = Signal(context)
+        self._signal = Signal(context, len(program.inputs))
         self._program = program
         self.functions: Sequence[Handle] = resident.functions
         self._bound: set[str] = set()
@@ -176,7 +181,7 @@ class CudaBackend:
         self._begin(self._stream)
         self._in_flight.wait()
         try:
-            self._put(arrays, self._stream)
+            self._put(arrays, self._stream, in_place=True)
         finally:
             self._synchronize(self._stream)
 
@@ -197,7 +202,7 @@ class CudaBackend:
                 found, whole = self._calls.from_host(arrays, lent)
                 if found is None:
                     for index, array in enumerate(arrays):
-                        self._inlet.put(index, array, stream)
+                        self._inlet.put(index, array, stream, in_place=True)
                     self._launch_graph(self._executable, stream)
                 else:
                     staged = found.staged
@@ -257,8 +262,8 @@ class CudaBackend:
         if self._in_flight.stream is not None:
             self._in_flight.precede(stream)
 
-    def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int) -> bool:
-        """Enqueue the copies of the inputs; whether any is on the device."""
+    def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int, *, in_place: bool) -> bool:
+        """Enqueue the copies of the inputs, see `Inlet.put`; whether any is on the device."""
         on_device = False
         for index, (tensor, array) in enumerate(zip(self._program.inputs, arrays, strict=True)):
             if isinstance(array, DeviceArray):
@@ -267,7 +272,7 @@ class CudaBackend:
                     continue
             else:
                 self._in_flight.wait()  # page-locked memory may still be read by the run before
-            self._inlet.put(index, array, stream)
+            self._inlet.put(index, array, stream, in_place=in_place)
         return on_device
 
     def call(
@@ -292,7 +297,7 @@ class CudaBackend:
         self._begin(used)
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         try:
-            on_device = self._put(arrays, used)
+            on_device = self._put(arrays, used, in_place=stream is None)
             self._launch_graph(self._executable, used)
             results: dict[str, np.ndarray | DeviceOutput] = {}
             for index, tensor in enumerate(self._program.outputs):

@@ -1,19 +1,21 @@
-// An upload that may start before the host has filled the page-locked memory that it reads.
+// An upload that may start before the host has filled the page-locked memory that it reads, or told which it is.
 //
 // early.ptx is what `nvcc -ptx -arch=compute_80 early.cu` makes of this; the driver compiles it for the GPU it finds.
 
 constexpr unsigned int BLOCK = 256;
 constexpr unsigned int EACH = 4; // vectors of 16 bytes that a thread copies
 constexpr unsigned int NEVER = ~0u;
+constexpr unsigned int ELSEWHERE = 1u << 31;
 
 struct Words {            // in page-locked memory
-    unsigned int filled;  // parts, counted by the host
+    unsigned int filled;  // parts, counted by the host; with ELSEWHERE, it has written the sources of all uploads
     unsigned int late;    // 1 where an upload has given up
 };
 
-struct Progress {         // in device memory, 0 before and after
+struct Progress {         // in device memory, the counts 0 before and after
     unsigned int filled;  // as the first block has seen it, or NEVER for the end of its patience
     unsigned int done;    // blocks
+    const uint4 *from;    // once `filled` is not 0
 };
 
 __device__ unsigned long long now_ns() {
@@ -23,11 +25,16 @@ __device__ unsigned long long now_ns() {
 }
 
 // The first block watches the host for all others: the GPU would make one read of the word after the other.
-__device__ void watch(Words *words, Progress *progress, unsigned int end, unsigned int patience_ns) {
+__device__ void watch(Words *words, const uint4 *volatile *source, Progress *progress, unsigned int end,
+                      unsigned int patience_ns) {
     const unsigned long long begin = now_ns();
     unsigned int filled = 0, told = 0;
     do {
         asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(filled) : "l"(&words->filled) : "memory");
+        if (told == 0 && (filled & ELSEWHERE) != 0) {
+            progress->from = *source;
+        }
+        filled &= ~ELSEWHERE;
         if (filled != told) {
             asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(&progress->filled), "r"(filled) : "memory");
             told = filled;
@@ -72,24 +79,26 @@ __device__ void copy(uint4 *to, const uint4 *from, unsigned int nbytes, unsigned
     }
 }
 
-// Each block after the first copies BLOCK * EACH vectors of one part, or leaves them as they are. `first` is the number
-// of the first part, `end` that of the part after the last.
+// Each block after the first copies BLOCK * EACH vectors of one part, or leaves them as they are. They lie at `from`, or
+// at `source` where the host says so. `first` is the number of the first part, `end` that of the part after the last.
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    upload(uint4 *to, const uint4 *from, Words *words, Progress *progress, unsigned int nbytes,
-           unsigned int part_nbytes, unsigned int first, unsigned int end, unsigned int patience_ns) {
-    __shared__ bool ready;
+    upload(uint4 *to, const uint4 *from, Words *words, const uint4 *volatile *source, Progress *progress,
+           unsigned int nbytes, unsigned int part_nbytes, unsigned int first, unsigned int end,
+           unsigned int patience_ns) {
+    __shared__ const uint4 *ready;
     const unsigned int begin = (blockIdx.x - 1) * BLOCK * EACH;
     if (threadIdx.x == 0) {
+        ready = nullptr;
         if (blockIdx.x == 0) {
-            watch(words, progress, end, patience_ns);
-            ready = false;
-        } else {
-            ready = comes(progress, first + begin / (part_nbytes / 16) + 1);
+            progress->from = from;
+            watch(words, source, progress, end, patience_ns);
+        } else if (comes(progress, first + begin / (part_nbytes / 16) + 1)) {
+            ready = *const_cast<const uint4 *volatile *>(&progress->from);
         }
     }
     __syncthreads();
-    if (ready) {
-        copy(to, from, nbytes, begin);
+    if (ready != nullptr) {
+        copy(to, ready, nbytes, begin);
     }
     if (threadIdx.x == 0 && atomicInc(&progress->done, gridDim.x - 1) == gridDim.x - 1) {
         progress->filled = 0;

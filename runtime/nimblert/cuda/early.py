@@ -3,6 +3,8 @@
 The host copies the arrays in parts, and counts them in a word of page-locked memory. Each part is uploaded once the
 word says that it is there, while the host copies the next one. An upload that has waited too long, as another thread
 kept the host from its work, leaves its part as it is, and the call launches its graph again.
+
+An array that is in page-locked memory already is uploaded from there: the host only tells where it is.
 """
 
 import platform
@@ -18,16 +20,22 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
-from nimblert.cuda.memory import allocate, host_bytes
+from nimblert.cuda.memory import allocate, host_bytes, page_locked
 
 _PTX = Path(__file__).with_name("early.ptx")
 _BLOCK = 256
 _BLOCK_NBYTES = _BLOCK * 4 * 16
 _ALIGNMENT = 16
-_PROGRESS_NBYTES = 8
+_PROGRESS_NBYTES = 16
+_WORDS_NBYTES = 8
+_ELSEWHERE = 1 << 31
+"""With the number of parts, where the host has written the addresses of the arrays."""
 
 PART_NBYTES = 1 << 17
 """The size of a part."""
+
+_IN_PLACE_NBYTES = 1 << 16
+"""Less is copied sooner than it is known where it is."""
 
 _LATEST_NS = 100_000
 _SLOWEST_GBPS = 4
@@ -43,32 +51,46 @@ _IN_ORDER = platform.machine() in {"x86_64", "AMD64"}
 
 
 class Signal:
-    """The word by which the host tells the uploads of one call at a time what it has filled, and their answer."""
+    """The word by which the host tells the uploads of one call at a time what it has filled, and their answer.
 
-    def __init__(self, context: Context) -> None:
+    A call has ``count`` arrays.
+    """
+
+    def __init__(self, context: Context, count: int) -> None:
         self._context = context
+        self._nbytes = _WORDS_NBYTES + 8 * count
         self._progress: dict[int, int] = {}
 
     @cached_property
     def _address(self) -> int:
-        return int(self._context.acquire(call("cuMemHostAlloc", 8, 0), "cuMemFreeHost"))
+        return int(self._context.acquire(call("cuMemHostAlloc", self._nbytes, 0), "cuMemFreeHost"))
 
     @cached_property
+    def _bytes(self) -> np.ndarray:
+        return host_bytes(self._address, self._nbytes)
+
+    @property
     def words(self) -> np.ndarray:
         """The number of parts that the host has filled, and whether an upload has given up waiting, as uint32."""
-        return host_bytes(self._address, 8).view(np.uint32)
+        return self._bytes[:_WORDS_NBYTES].view(np.uint32)
+
+    @property
+    def sources(self) -> np.ndarray:
+        """The address of each array, as uint64, where it is not where its upload expects it."""
+        return self._bytes[_WORDS_NBYTES:].view(np.uint64)
 
     @cached_property
     def _kernel(self) -> Handle:
         module = self._context.acquire(call("cuModuleLoadData", _PTX.read_bytes() + b"\0"), "cuModuleUnload")
         return call("cuModuleGetFunction", module, b"upload")
 
-    def add_upload(self, built: Handle, dst: int, src: int, nbytes: int, first: int) -> Handle:
-        """As `graph.add_upload`, of an array whose first part is number ``first``."""
+    def add_upload(self, built: Handle, dst: int, src: int, nbytes: int, index: int, first: int) -> Handle:
+        """As `graph.add_upload`, of array ``index``, whose first part is number ``first``."""
         end = first + part_count(nbytes)
-        addresses = dst, src, self._address, self._progress_at(first)
+        source = self._address + _WORDS_NBYTES + 8 * index
+        addresses = dst, src, self._address, source, self._progress_at(first)
         patience_ns = _LATEST_NS + end * PART_NBYTES // _SLOWEST_GBPS
-        parameters = struct.pack("<QQQQIIIII", *addresses, nbytes, PART_NBYTES, first, end, patience_ns)
+        parameters = struct.pack("<QQQQQIIIII", *addresses, nbytes, PART_NBYTES, first, end, patience_ns)
         blocks = 1 + -(-nbytes // _BLOCK_NBYTES)
         return graph.add_kernel(built, self._kernel, (blocks, 1, 1), (_BLOCK, 1, 1), PackedParameters(parameters))
 
@@ -83,12 +105,16 @@ class Signal:
 
 
 class _Staged(NamedTuple):
-    """Page-locked memory for an array, filled in ``parts``, its axes in this ``order``, or ``whole`` if it has none.
+    """Page-locked memory at ``address`` for an array.
 
-    Then ``end`` parts of the call are filled.
+    It is filled in ``parts``, its axes in this ``order``, or ``whole`` if it has none. Then ``end`` parts of the call
+    are filled. ``is_plain``: whether it gets the bytes of an array as they lie in memory, so that the array can be
+    uploaded in its place.
     """
 
     whole: np.ndarray
+    address: int
+    is_plain: bool
     order: tuple[int, ...]
     parts: Sequence[tuple[slice, np.ndarray]]
     end: int
@@ -102,34 +128,55 @@ class StagedArrays:
     """
 
     def __init__(self, signal: Signal | None) -> None:
+        self._is_early = signal is not None
         self.words = np.zeros(2, np.uint32) if signal is None else signal.words
+        self._sources = np.zeros(0, np.uint64) if signal is None else signal.sources
         self.rest = inf if signal is None else 0
         self._next_rest = _REST
         self._staged: list[_Staged] = []
         self._count = 0
+        self._elsewhere = 0
+        """`_ELSEWHERE` in a call with an array that is not copied."""
 
-    def add(self, array: np.ndarray, staged: np.ndarray, nbytes: int) -> int:
+    def add(self, array: np.ndarray, staged: np.ndarray, address: int, nbytes: int) -> int:
         """Stage arrays laid out like this one in memory of ``nbytes``; returns the number of its first part."""
         first, self._count = self._count, self._count + part_count(nbytes)
-        in_parts = staged.strides == array.strides and layouts.is_dense(array.shape, array.strides, array.itemsize)
-        order, parts = _parts(staged) if in_parts and nbytes > PART_NBYTES else ((), ())
-        self._staged.append(_Staged(staged, order, parts, self._count))
+        is_like = self._is_early and staged.strides == array.strides
+        is_plain = is_like and layouts.is_dense(array.shape, array.strides, array.itemsize)
+        order, parts = _parts(staged) if is_plain and nbytes > PART_NBYTES else ((), ())
+        self._staged.append(_Staged(staged, address, is_plain, order, parts, self._count))
         return first
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the arrays of a call there, and signal each part."""
-        words, filled = self.words, 0
-        for (whole, order, parts, end), array in zip(self._staged, arrays, strict=True):
-            if parts:
+        """Copy the arrays of a call there, or tell where they are, and signal each part."""
+        given: Sequence[np.ndarray | None] = arrays
+        self._elsewhere = 0
+        for each in arrays:
+            if each.base is not None:
+                given = self._copied(arrays)
+                break
+        words, filled = self.words, self._elsewhere
+        for (whole, _, _, order, parts, end), array in zip(self._staged, given, strict=True):
+            if parts and array is not None:
                 flat = array.transpose(order).reshape(-1)
                 for part, to in parts:
                     to[...] = flat[part]
                     filled += 1
                     words[0] = filled
             else:
-                whole[...] = array
-                filled = end
+                if array is not None:
+                    whole[...] = array
+                filled = self._elsewhere + end
                 words[0] = filled
+
+    def _copied(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray | None]:
+        """Those that must be copied; None for one that is uploaded from where it is."""
+        found = [_source(array) if each.is_plain else None for each, array in zip(self._staged, arrays, strict=True)]
+        if not any(found):
+            return arrays
+        self._elsewhere = _ELSEWHERE
+        self._sources[:] = [address or each.address for each, address in zip(self._staged, found, strict=True)]
+        return [None if address else array for address, array in zip(found, arrays, strict=True)]
 
     def came_late(self) -> bool:
         """Whether an upload gave up in the launch that has ended; if it is launched again, none will wait."""
@@ -139,7 +186,7 @@ class StagedArrays:
             else:
                 self._next_rest = _REST
             return False
-        self.words[:] = self._count, 0
+        self.words[:] = self._elsewhere + self._count, 0
         self.rest = self._next_rest
         self._next_rest = min(2 * self.rest, _LONGEST_REST)
         return True
@@ -148,6 +195,14 @@ class StagedArrays:
 def can_wait(dst: int, src: int) -> bool:
     """Whether an upload to this address from there can be launched early."""
     return _IN_ORDER and not (dst | src) % _ALIGNMENT
+
+
+def _source(array: np.ndarray) -> int | None:
+    """Where the GPU can read an array in place."""
+    if array.nbytes < _IN_PLACE_NBYTES:
+        return None
+    address = page_locked(array)
+    return None if address is None or address % _ALIGNMENT else address
 
 
 def part_count(nbytes: int) -> int:

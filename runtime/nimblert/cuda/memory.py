@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays import layouts
+from nimblert.cuda import driver
 from nimblert.cuda.driver import Context, call
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
 
@@ -96,7 +97,7 @@ class Staging:
         self._host = host_bytes(self._address, total)
         self._devices = [memory.address(t.pointer) for t in tensors]
         self._nbytes = [t.span_nbytes for t in tensors]
-        self.views = tuple(strided(self.bytes_of(i)[0], t) for i, t in enumerate(tensors))
+        self.views = tuple(layouts.strided(self.bytes_of(i)[0], t) for i, t in enumerate(tensors))
 
     def bytes_of(self, index: int) -> tuple[np.ndarray, int]:
         """The bytes of a tensor, and their address."""
@@ -131,8 +132,23 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def strided(span: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """The tensor in these bytes, as a view with its strides."""
-    dtype = numpy_dtype(tensor.dtype)
-    strides = tuple(s * dtype.itemsize for s in tensor.strides)
-    return np.lib.stride_tricks.as_strided(span.view(dtype), tensor.shape, strides)
+def page_locked(array: np.ndarray) -> int | None:
+    """The address by which the GPU reads a host array in place, its first byte the lowest; None for ordinary memory.
+
+    numpy's own memory is taken for ordinary without asking the driver.
+    """
+    owner = array.base
+    while type(owner) is np.ndarray:
+        owner = owner.base
+    if owner is None:
+        return None
+    first = array.__array_interface__["data"][0]
+    address, span = _on_device(first), array.nbytes - 1
+    return address if address and _on_device(first + span) == address + span else None
+
+
+def _on_device(address: int) -> int | None:
+    """The address by which the GPU knows one of the host; None if it does not."""
+    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    status, *found = driver.bindings().cuPointerGetAttribute(attribute, address)
+    return int(found[0]) if status == 0 else None

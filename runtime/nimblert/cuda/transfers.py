@@ -23,7 +23,7 @@ from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.early import Signal, StagedArrays, can_wait
 from nimblert.cuda.graph import Step
-from nimblert.cuda.memory import DeviceMemory, Staging, allocate
+from nimblert.cuda.memory import DeviceMemory, Staging, allocate, page_locked
 from nimblert.cuda.movers import GatherKernels, Mover, RowMover
 from nimblert.cuda.padded import PaddingMover
 from nimblert.cuda.pools import HostLayout, Lent, Pools, addresses
@@ -94,10 +94,11 @@ class Inlet:
         self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
         self._ways = [{} for _ in self._tensors]
 
-    def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle) -> None:
+    def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle, *, in_place: bool) -> None:
         """Enqueue the transfer of an array into input ``index``, whose dtype it has.
 
-        An array of a smaller shape fills the start of the input along each axis, and the rest is padded.
+        An array of a smaller shape fills the start of the input along each axis, and the rest is padded. ``in_place``:
+        the caller waits for the transfer, so that an array in page-locked memory need not be copied before.
         """
         if not self._nbytes[index]:
             return
@@ -109,7 +110,7 @@ class Inlet:
             self._staging.upload(index, stream)
             return
         way = self._way_of(index, array)
-        self._upload(way, array, stream)
+        self._upload(way, array, stream, in_place=in_place)
         if way.mover is not None:
             way.mover.move(self._addresses[index], way.device, stream)
 
@@ -122,10 +123,10 @@ class Inlet:
         staged = StagedArrays(signal)
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            first = staged.add(array, way.staged, way.nbytes)
+            first = staged.add(array, way.staged, way.host, way.nbytes)
             add: Callable[..., Handle] = _crossing(self._kernels, graph.add_upload)
             if signal is not None:
-                add = partial(signal.add_upload, first=first)
+                add = partial(signal.add_upload, index=index, first=first)
             steps: list[Step] = [partial(add, dst=way.device, src=way.host, nbytes=way.nbytes)]
             if way.mover is not None:
                 steps += way.mover.steps(self._addresses[index], way.device)
@@ -204,11 +205,14 @@ class Inlet:
             self._landing[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
         return self._landing[index, state]
 
-    def _upload(self, way: _Way, array: np.ndarray, stream: Handle) -> None:
+    def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
         in_parts = way.nbytes > _SMALL_NBYTES and way.staged.strides == array.strides
         if not (in_parts and layouts.is_dense(array.shape, array.strides, array.itemsize)):
             np.copyto(way.staged, array)
             call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
+            return
+        if in_place and (address := page_locked(array)):
+            call("cuMemcpyHtoDAsync", way.device, address, way.nbytes, stream)
             return
         to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
         with closing(copied(to, source)) as parts:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nimblert.cuda import driver
 from nimblert.cuda.copiers import PART_NBYTES, Copying
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
-from nimblert.cuda.memory import host_bytes
+from nimblert.cuda.memory import host_bytes, page_locked
 
 _HALF_NBYTES = 8 * PART_NBYTES
 
@@ -114,19 +113,10 @@ def _parts(upload: Upload) -> Iterator[Upload]:
     target, source, then, _ = upload
     if source.nbytes <= PART_NBYTES // 16:  # copied sooner than it is known where they are
         yield upload
-    elif _is_page_locked(source):
+    elif page_locked(source) is not None:
         yield upload._replace(is_staged=False)
     else:
         starts = range(0, source.nbytes, PART_NBYTES)
         for start in starts:
             part = source[start : start + PART_NBYTES]
             yield Upload(target + start, part, then if start == starts[-1] else None)
-
-
-def _is_page_locked(array: np.ndarray) -> bool:
-    """Whether CUDA knows this memory, and so reads it in place."""
-    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-    return all(
-        driver.bindings().cuPointerGetAttribute(attribute, address)[0] == 0
-        for address in (array.ctypes.data, array.ctypes.data + array.nbytes - 1)
-    )
