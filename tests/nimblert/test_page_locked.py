@@ -14,8 +14,9 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import Executable, InputError
-from nimblert.cuda import driver, early
+from nimblert.cuda import driver
 from nimblert.cuda.backend import CudaBackend
+from nimblert.cuda.memory import IN_PLACE_NBYTES
 from nimblert.plan import Plan
 
 pytest_plugins = ("gpu_memory",)
@@ -71,7 +72,7 @@ def check(model: Executable, inputs: Callable[[int], np.ndarray], *, in_place: b
 
 
 @pytest.mark.parametrize("plan", [copying, lambda *given: by_kernel(copying(*given))])
-@pytest.mark.parametrize("shape", [SHAPE, (early.PART_NBYTES // 4,), ((1 << 20) + 3,), LARGE])
+@pytest.mark.parametrize("shape", [SHAPE, (IN_PLACE_NBYTES // 4,), ((1 << 19) - 1,), LARGE])
 def test_an_array_of_the_plan_s_is_not_copied(
     put: object, shape: tuple[int, ...], plan: Callable[..., Plan]
 ) -> None:
@@ -120,7 +121,7 @@ def test_what_a_call_returns_is_not_copied_by_the_next(put: object) -> None:
 
 def test_some_of_several_inputs(put: object) -> None:
     del put
-    shapes = [(5,), (300, 200), (1, 7), (123, 457)]
+    shapes = [(5,), (300, 250), (1, 7), (123, 600)]
     with nimblert.load(copying_each(shapes), poison=True) as model:
         for seed in range(24):
             given = [seed & 1 << index for index in range(len(shapes))]
@@ -134,10 +135,22 @@ def test_some_of_several_inputs(put: object) -> None:
             found = model(*xs)
             assert all(np.array_equal(y, x) for x, y in zip(expected, found, strict=True))
             if seed >= 4:
-                large = [shape for shape in shapes if np.prod(shape) * 4 >= early._IN_PLACE_NBYTES]
+                large = [shape for shape in shapes if np.prod(shape) * 4 >= IN_PLACE_NBYTES]
                 assert untouched(model) == [
                     bool(there) and shape in large for there, shape in zip(given, shapes, strict=True)
                 ]
+
+
+def test_more_than_a_graph_uploads_in_several_inputs(put: object) -> None:
+    del put
+    shapes = [(1 << 18,), (70, 1000), (1 << 18,), (100,)]
+    with nimblert.load(copying_each(shapes), poison=True) as model:
+        for seed in range(8):
+            xs = [filled(model, seed + index, f"x{index}") for index in range(len(shapes))]
+            xs[2] = xs[2].copy()
+            mark(model)
+            assert all(np.array_equal(y, x) for x, y in zip(xs, model(*xs), strict=True))
+            assert untouched(model) == [True, True, False, False]
 
 
 def part_of(model: Executable, seed: int, cut: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -223,7 +236,7 @@ def test_memory_that_was_freed_is_ordinary_again(put: object, host: HostDriver) 
 def test_a_late_call_reads_the_same_memory_again(put: object, host: HostDriver) -> None:
     del put
     host.patience_s = 0.0
-    shapes = [SHAPE, (300, 200)]
+    shapes = [SHAPE, (300, 250)]
     with nimblert.load(copying_each(shapes), poison=True) as model:
         for seed in range(12):
             xs = [filled(model, seed, "x0"), drawn(seed + 1, shapes[1])]

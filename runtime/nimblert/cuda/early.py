@@ -20,7 +20,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
-from nimblert.cuda.memory import allocate, host_bytes, page_locked
+from nimblert.cuda.memory import IN_PLACE_NBYTES, allocate, host_bytes, page_locked
 
 _PTX = Path(__file__).with_name("early.ptx")
 _BLOCK = 256
@@ -33,9 +33,6 @@ _ELSEWHERE = 1 << 31
 
 PART_NBYTES = 1 << 17
 """The size of a part."""
-
-_IN_PLACE_NBYTES = 1 << 16
-"""Less is copied sooner than it is known where it is."""
 
 _LATEST_NS = 100_000
 _SLOWEST_GBPS = 4
@@ -199,9 +196,7 @@ def can_wait(dst: int, src: int) -> bool:
 
 def _source(array: np.ndarray) -> int | None:
     """Where the GPU can read an array in place."""
-    if array.nbytes < _IN_PLACE_NBYTES:
-        return None
-    address = page_locked(array)
+    address = page_locked(array) if array.nbytes >= IN_PLACE_NBYTES else None
     return None if address is None or address % _ALIGNMENT else address
 
 

@@ -132,6 +132,11 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
+IN_PLACE_NBYTES = 1 << 18
+"""Inputs of a call with fewer bytes are copied even if they are page-locked: the upload runs beside the copy, so that
+this takes no longer."""
+
+
 def page_locked(array: np.ndarray) -> int | None:
     """The address by which the GPU reads a host array in place, its first byte the lowest; None for ordinary memory.
 
