@@ -208,8 +208,8 @@ class Inlet:
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
         is_like = way.nbytes >= IN_PLACE_NBYTES and way.staged.strides == array.strides
         is_plain = is_like and layouts.is_dense(array.shape, array.strides, array.itemsize)
-        if is_plain and in_place and (address := page_locked(array)) is not None:
-            call("cuMemcpyHtoDAsync", way.device, address, way.nbytes, stream)
+        if is_plain and in_place and page_locked(array) is not None:
+            call("cuMemcpyHtoDAsync", way.device, array.ctypes.data, way.nbytes, stream)
         elif is_plain and way.nbytes > _SMALL_NBYTES:
             to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
             with closing(copied(to, source)) as parts:
