@@ -267,13 +267,13 @@ class Context:
     def empty_input(self, name: str, *, entry: str | None = None) -> np.ndarray:
         """A new array for an input, of its largest size and in its layout; the contents are arbitrary.
 
-        On a GPU it is in page-locked memory: a call uploads it, or a dense part of it, without copying it first.
-        Raises InputError.
+        On a GPU it is in page-locked memory: from 256 KiB on, the usual call uploads it, or a dense part of it, without
+        copying it first. Other threads may use the context meanwhile. Raises InputError.
         """
         tensor = self._signatures[entry].largest_input(name)
-        with self._turn.taken(), self._turn.lock:
-            self._turn.check_ready(self._turn.steps)
-            return self._resident.empty_input(tensor)
+        self._turn.check_process()
+        self._turn.check_ready(self._turn.steps)  # without the lock: other threads may make inputs during a call
+        return self._resident.empty_input(tensor)
 
     def _call(self, signature: Signature, args: Sequence[Any], kwargs: Arrays) -> np.ndarray | tuple[np.ndarray, ...]:
         results = tuple(self._run(signature, signature.by_name(args, kwargs), {}).values())

@@ -95,6 +95,11 @@ class ExecutablePool(Pool):
         """
         return self._call(lambda executable: executable.run(arrays, entry=entry, out=out))
 
+    def empty_input(self, name: str, *, entry: str | None = None) -> np.ndarray:
+        """As `Context.empty_input`, for a call on any of the devices."""
+        self._check_open()
+        return self._members[0].executable.empty_input(name, entry=entry)
+
     def context(self) -> Context:
         """A new context, with a state of its own, on the device with the fewest calls in flight and contexts.
 

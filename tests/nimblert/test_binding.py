@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
+from programs import bare
 
 import nimblert
 from nimblert import Executable
 from nimblert.calls.turn import Turn
 from nimblert.errors import DeviceMismatchError, InputError
+from nimblert.plan import Memcpy, Op, Pointer, Program, Region, Tensor
 
 SHAPE = (4, 8)
 node = helper.make_node
@@ -41,6 +43,35 @@ def model(tmp_path: Path) -> Iterator[Executable]:
 
 def drawn(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+
+
+@pytest.mark.parametrize("strides", [(5, 1), (1, 4), (8, 1), (3, 20)])
+def test_an_empty_input_can_be_bound(strides: tuple[int, int]) -> None:
+    """In C order, in the other, and with gaps."""
+    source, target = (
+        Tensor(name=name, dtype="float32", shape=(4, 5), strides=strides, pointer=Pointer(region=region))
+        for name, region in (("x", Region.INPUT), ("y", Region.OUTPUT))
+    )
+    nbytes = source.span_nbytes
+    program = Program(
+        name="main",
+        stream_count=1,
+        event_count=0,
+        ops=(Op(name="copy", source=""),),
+        commands=(Memcpy(dst=target.pointer, src=source.pointer, nbytes=nbytes, stream=0, op=0),),
+        inputs=(source,),
+        outputs=(target,),
+        arena_nbytes=0,
+        input_nbytes=(nbytes,),
+        output_nbytes=(nbytes,),
+    )
+    with nimblert.load(bare(program)) as model:
+        x = model.empty_input("x")
+        assert x.strides == tuple(4 * stride for stride in strides)
+        model.bind("x", x)
+        for seed in range(3):
+            x[...] = np.random.default_rng(seed).standard_normal((4, 5))
+            assert np.array_equal(model(), x)
 
 
 def resized(array: np.ndarray) -> None:

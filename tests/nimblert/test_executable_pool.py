@@ -245,6 +245,17 @@ def test_a_context_within_the_call_of_one_on_another_device_that_a_refit_waits_f
         assert all(np.array_equal(context(x), w) for context in contexts)
 
 
+def test_an_empty_input_serves_any_device(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    with load_pool(copying(SHAPE, (0, 1))) as pool:
+        x = pool.empty_input("x")
+        x[...] = drawn(1, SHAPE)
+        for _ in range(2 * len(pool.devices)):
+            assert np.array_equal(pool(x), drawn(1, SHAPE))
+    with pytest.raises(InputError, match="closed"):
+        pool.empty_input("x")
+
+
 def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], Any]) -> None:
     del put
     x, other = drawn(1, SHAPE), drawn(2, SHAPE)

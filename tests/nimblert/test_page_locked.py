@@ -3,6 +3,7 @@
 import ctypes
 import gc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import nimblert
 from nimblert import Executable, InputError
 from nimblert.cuda import driver
 from nimblert.cuda.backend import CudaBackend
+from nimblert.cuda.early import StagedArrays
 from nimblert.cuda.memory import IN_PLACE_NBYTES
 from nimblert.plan import Plan
 
@@ -197,6 +199,18 @@ def test_ordinary_memory_of_others_is_copied(put: object, shape: tuple[int, ...]
         check(model, foreign, in_place=False)
 
 
+def test_an_input_may_be_where_another_is_copied_to(put: object) -> None:
+    del put
+    shapes = [(300, 250), (300, 250)]
+    with nimblert.load(copying_each(shapes), poison=True) as model:
+        _, x = model.backend.inputs
+        for seed in range(12):
+            x[...] = drawn(seed, shapes[0])
+            found = model(x, drawn(seed + 1, shapes[1]))
+            assert np.array_equal(found[0], drawn(seed, shapes[0]))
+            assert np.array_equal(found[1], drawn(seed + 1, shapes[1]))
+
+
 @on_host
 def test_memory_that_cuda_knows_only_the_start_of_is_copied(put: object, host: HostDriver) -> None:
     del put
@@ -296,6 +310,29 @@ def test_an_empty_input_outlives_its_plan(put: object, host: HostDriver) -> None
     assert not host.allocated
 
 
+def test_other_threads_make_inputs_during_a_call(put: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    del put
+    with (
+        nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model,
+        model.context() as context,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        x = filled(model, 0)
+        made = []
+        fill = StagedArrays.fill
+
+        def filling(self: StagedArrays, arrays: Sequence[np.ndarray]) -> None:
+            made.extend(thread.submit(each.empty_input, "x").result(20) for each in (model, context))
+            fill(self, arrays)
+
+        for _ in range(5):
+            model(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(StagedArrays, "fill", filling)
+            assert np.array_equal(model(x), x)
+        assert [array.shape for array in made] == [SHAPE, SHAPE]
+
+
 def test_an_empty_input_that_cannot_be_had(put: object) -> None:
     del put
     model = nimblert.load(copying(SHAPE, ORDERS["contiguous"]))
@@ -303,6 +340,13 @@ def test_an_empty_input_that_cannot_be_had(put: object) -> None:
         model.empty_input("z")
     with pytest.raises(InputError, match="entry 'other': not found"):
         model.empty_input("x", entry="other")
+    context = model.context()
+    context.close()
+    with pytest.raises(InputError, match="this context is closed"):
+        context.empty_input("x")
+    resident = model._resident
     model.close()
-    with pytest.raises(InputError, match="closed"):
+    with pytest.raises(InputError, match="this executable is closed"):
         model.empty_input("x")
+    with pytest.raises(InputError, match="this plan is closed"):  # as if it were closed just now
+        resident.empty_input(model.inputs[0])

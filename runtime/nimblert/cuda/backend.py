@@ -58,7 +58,6 @@ class CudaResident:
 
     def empty_input(self, tensor: Tensor) -> np.ndarray:
         """A new array in page-locked memory for an input, in its layout."""
-        self._context.make_current()
         return HostLayout.of(tensor).at(self.pools.host.take(tensor.span_nbytes, None, is_shared=False))
 
     def refit(

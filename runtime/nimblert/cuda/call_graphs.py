@@ -6,7 +6,6 @@ Most callers repeat calls with inputs of the same layout, and release outputs, w
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 from nimblert.cuda import driver, graph
@@ -67,7 +66,7 @@ class CallGraph:
     """A graph, and where it finds inputs of the host."""
 
     executable: Handle
-    staged: StagedArrays = field(default_factory=partial(StagedArrays, None))
+    staged: StagedArrays = field(default_factory=StagedArrays)
 
 
 class CallGraphs(dict[Hashable, CallGraph]):

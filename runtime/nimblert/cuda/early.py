@@ -9,7 +9,7 @@ An array that is in page-locked memory already is uploaded from there: the host 
 
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
-from nimblert.cuda.memory import IN_PLACE_NBYTES, allocate, host_bytes, page_locked
+from nimblert.cuda.memory import allocate, host_bytes
 
 _PTX = Path(__file__).with_name("early.ptx")
 _BLOCK = 256
@@ -121,11 +121,14 @@ class StagedArrays:
     """The page-locked memory for the arrays of a call. With a ``signal`` the graph may be launched before it is filled.
 
     ``words`` are those of the signal, to be 0 before each launch. ``rest`` is the number of calls, from the next on,
-    that are launched once the memory is filled.
+    that are launched once the memory is filled. ``in_place`` gives the address of an array that need not be copied.
     """
 
-    def __init__(self, signal: Signal | None) -> None:
+    def __init__(
+        self, signal: Signal | None = None, in_place: Callable[[np.ndarray], int | None] = lambda _: None
+    ) -> None:
         self._is_early = signal is not None
+        self._in_place = in_place
         self.words = np.zeros(2, np.uint32) if signal is None else signal.words
         self._sources = np.zeros(0, np.uint64) if signal is None else signal.sources
         self.rest = inf if signal is None else 0
@@ -168,12 +171,16 @@ class StagedArrays:
 
     def _copied(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray | None]:
         """Those that must be copied; None for one that is uploaded from where it is."""
-        found = [_source(array) if each.is_plain else None for each, array in zip(self._staged, arrays, strict=True)]
-        if not any(found):
-            return arrays
-        self._elsewhere = _ELSEWHERE
-        self._sources[:] = [address or each.address for each, address in zip(self._staged, found, strict=True)]
-        return [None if address else array for address, array in zip(found, arrays, strict=True)]
+        left: list[np.ndarray | None] = list(arrays)
+        sources = [each.address for each in self._staged]
+        for index, (each, array) in enumerate(zip(self._staged, arrays, strict=True)):
+            address = self._in_place(array) if each.is_plain else None
+            if address is not None and not address % _ALIGNMENT:
+                left[index], sources[index] = None, address
+                self._elsewhere = _ELSEWHERE
+        if self._elsewhere:
+            self._sources[:] = sources
+        return left
 
     def came_late(self) -> bool:
         """Whether an upload gave up in the launch that has ended; if it is launched again, none will wait."""
@@ -192,12 +199,6 @@ class StagedArrays:
 def can_wait(dst: int, src: int) -> bool:
     """Whether an upload to this address from there can be launched early."""
     return _IN_ORDER and not (dst | src) % _ALIGNMENT
-
-
-def _source(array: np.ndarray) -> int | None:
-    """Where the GPU can read an array in place."""
-    address = page_locked(array) if array.nbytes >= IN_PLACE_NBYTES else None
-    return None if address is None or address % _ALIGNMENT else address
 
 
 def part_count(nbytes: int) -> int:

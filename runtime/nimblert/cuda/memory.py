@@ -104,6 +104,10 @@ class Staging:
         start = self._offsets[index]
         return self._host[start : start + self._nbytes[index]], self._address + start
 
+    def holds(self, address: int) -> bool:
+        """Whether this is an address in this memory."""
+        return self._address <= address < self._address + len(self._host)
+
     def upload(self, index: int, stream: object) -> None:
         """Enqueue the copy of one tensor from host to device."""
         if nbytes := self._nbytes[index]:

@@ -11,7 +11,7 @@ import numpy as np
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cuda import driver
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
-from nimblert.errors import CudaError
+from nimblert.errors import CudaError, InputError
 from nimblert.plan import Tensor
 
 
@@ -43,8 +43,10 @@ class _Pool:
         return lent
 
     def _made(self, nbytes: int) -> Any:
-        """A new block."""
+        """A new block. Raises InputError once the pool is closed and all blocks are freed."""
         with self._lock:
+            if self._closed and not self._count:
+                raise InputError("this plan is closed: load it again")
             self._count += 1
         try:
             return self._new(nbytes)
@@ -153,6 +155,7 @@ class PageLockedPool(_Pool):
     """Page-locked host memory: a download needs no second copy, and is waited for, so that no block is shared."""
 
     def _new(self, nbytes: int) -> tuple[int, None]:
+        self._context.make_current()  # the caller may be another thread than that of a call
         return int(call("cuMemHostAlloc", max(nbytes, 1), 0)), None
 
     def _release(self, block: Any) -> None:

@@ -1,8 +1,8 @@
 """The inputs and outputs of a program on a GPU: transfers from and to arrays on the host and on the GPU.
 
-An array on the host is copied to page-locked memory in its own layout, in parallel where it is large, and uploaded; if
-its axes are in another order than the program's, a kernel permutes them on the device. An array on the GPU is copied or
-permuted there.
+An array on the host is copied to page-locked memory in its own layout, in parallel where it is large, and uploaded; one
+that is in page-locked memory may be uploaded from there. If its axes are in another order than the program's, a kernel
+permutes them on the device. An array on the GPU is copied or permuted there.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class Inlet:
         With a ``signal`` they wait until the arrays are there.
         """
         found = []
-        staged = StagedArrays(signal)
+        staged = StagedArrays(signal, self._in_place)
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
             first = staged.add(array, way.staged, way.host, way.nbytes)
@@ -205,10 +205,15 @@ class Inlet:
             self._landing[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
         return self._landing[index, state]
 
+    def _in_place(self, array: np.ndarray) -> int | None:
+        """The address by which the GPU can read a dense array; None where it is to be copied."""
+        address = page_locked(array) if array.nbytes >= IN_PLACE_NBYTES else None
+        return None if address is None or self._staging.holds(address) else address
+
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
-        is_like = way.nbytes >= IN_PLACE_NBYTES and way.staged.strides == array.strides
+        is_like = way.staged.strides == array.strides
         is_plain = is_like and layouts.is_dense(array.shape, array.strides, array.itemsize)
-        if is_plain and in_place and page_locked(array) is not None:
+        if is_plain and in_place and self._in_place(array) is not None:
             call("cuMemcpyHtoDAsync", way.device, array.ctypes.data, way.nbytes, stream)
         elif is_plain and way.nbytes > _SMALL_NBYTES:
             to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
