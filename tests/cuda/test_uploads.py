@@ -87,6 +87,18 @@ def test_page_locked_arrays_are_read_in_place(context: driver.Context, late: Lat
     np.testing.assert_array_equal(host_bytes(target, array.nbytes), array)
 
 
+def test_memory_of_numpy_that_the_caller_has_registered_is_read_in_place(
+    context: driver.Context, late: LateDriver
+) -> None:
+    (array,) = drawn(20 * PART_NBYTES)
+    late.allocated[array.ctypes.data] = array
+    (target,) = placed(context, [array])
+    Uploader(context).enqueue([Upload(target, array)], _STREAM)
+    assert late.calls["cuMemcpyHtoDAsync"] == 1
+    driver.call("cuCtxSynchronize")
+    del late.allocated[array.ctypes.data]
+
+
 def test_no_thread_copies_on_when_an_upload_has_failed(
     context: driver.Context, late: LateDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,17 +22,10 @@ from nimblert.cuda.early import StagedArrays
 from nimblert.plan import Memset, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)
+pytestmark = pytest.mark.usefixtures("patient")
 
 SHAPE = (4, 3, 128, 96)
 """Of several parts in float32, the last of which is shorter."""
-
-
-@pytest.fixture(autouse=True)
-def _patient(put: object) -> None:
-    del put
-    found = driver.bindings()
-    if isinstance(found, HostDriver):
-        found.patience_s = 20.0
 
 
 def staged(model: Executable) -> list[StagedArrays]:

@@ -15,26 +15,18 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import Executable, InputError
-from nimblert.cuda import driver
 from nimblert.cuda.backend import CudaBackend
 from nimblert.cuda.early import StagedArrays
-from nimblert.cuda.memory import IN_PLACE_NBYTES
+from nimblert.cuda.transfers import _IN_PLACE_NBYTES
 from nimblert.plan import Plan
 
 pytest_plugins = ("gpu_memory",)
+pytestmark = pytest.mark.usefixtures("patient")
 
 SHAPE = (4, 3, 128, 96)
 """Of several parts in float32, the last of which is shorter."""
 LARGE = (5, 1 << 17)
 """Of more bytes than a graph of a whole call uploads."""
-
-
-@pytest.fixture(autouse=True)
-def _patient(put: object) -> None:
-    del put
-    found = driver.bindings()
-    if isinstance(found, HostDriver):
-        found.patience_s = 20.0
 
 
 def staged(model: Executable) -> list[np.ndarray]:
@@ -74,7 +66,7 @@ def check(model: Executable, inputs: Callable[[int], np.ndarray], *, in_place: b
 
 
 @pytest.mark.parametrize("plan", [copying, lambda *given: by_kernel(copying(*given))])
-@pytest.mark.parametrize("shape", [SHAPE, (IN_PLACE_NBYTES // 4,), ((1 << 19) - 1,), LARGE])
+@pytest.mark.parametrize("shape", [SHAPE, (_IN_PLACE_NBYTES // 4,), ((1 << 19) - 1,), LARGE])
 def test_an_array_of_the_plan_s_is_not_copied(
     put: object, shape: tuple[int, ...], plan: Callable[..., Plan]
 ) -> None:
@@ -137,7 +129,7 @@ def test_some_of_several_inputs(put: object) -> None:
             found = model(*xs)
             assert all(np.array_equal(y, x) for x, y in zip(expected, found, strict=True))
             if seed >= 4:
-                large = [shape for shape in shapes if np.prod(shape) * 4 >= IN_PLACE_NBYTES]
+                large = [shape for shape in shapes if np.prod(shape) * 4 >= _IN_PLACE_NBYTES]
                 assert untouched(model) == [
                     bool(there) and shape in large for there, shape in zip(given, shapes, strict=True)
                 ]

@@ -38,6 +38,15 @@ def host(put: object) -> HostDriver:
     return found
 
 
+@pytest.fixture
+def patient(put: object) -> None:
+    """Uploads wait for the host longer than any test takes."""
+    del put
+    found = driver.bindings()
+    if isinstance(found, HostDriver):
+        found.patience_s = 20.0
+
+
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
     """The order in memory of the axes of `model`'s input and output."""

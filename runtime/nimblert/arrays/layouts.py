@@ -119,13 +119,10 @@ def in_memory_order(array: np.ndarray) -> np.ndarray:
     return array.transpose(memory_order(array.strides)).reshape(-1)
 
 
-def spanned(array: np.ndarray) -> np.ndarray:
-    """The bytes from the first to the last of an array without negative strides, with those in its gaps."""
-    if not array.size:
-        return np.empty(0, np.uint8)
+def spanned(array: np.ndarray, nbytes: int) -> np.ndarray:
+    """The ``nbytes`` that an array without negative strides spans, with those in its gaps."""
     first = np.lib.stride_tricks.as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
-    last = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
-    return np.lib.stride_tricks.as_strided(first, (last + array.itemsize,), (1,))
+    return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,))
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ class CpuBackend:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         pointer = tensor.pointer
         place = pointer.region, pointer.index
-        given = self._own.regions[place] if array is None else layouts.spanned(array)
+        given = self._own.regions[place] if array is None else layouts.spanned(array, tensor.span_nbytes)
         made = self._copied()
         made._build(self.memory.rebased(place, given))  # noqa: SLF001 - its own class
         made._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}  # noqa: SLF001

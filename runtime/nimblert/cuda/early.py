@@ -138,11 +138,10 @@ class StagedArrays:
         self._elsewhere = 0
         """`_ELSEWHERE` in a call with an array that is not copied."""
 
-    def add(self, array: np.ndarray, staged: np.ndarray, address: int, nbytes: int) -> int:
-        """Stage arrays laid out like this one in memory of ``nbytes``; returns the number of its first part."""
+    def add(self, staged: np.ndarray, address: int, nbytes: int, *, is_plain: bool) -> int:
+        """Stage arrays in memory of ``nbytes``, see `_Staged`; returns the number of the first part."""
         first, self._count = self._count, self._count + part_count(nbytes)
-        is_like = self._is_early and staged.strides == array.strides
-        is_plain = is_like and layouts.is_dense(array.shape, array.strides, array.itemsize)
+        is_plain = is_plain and self._is_early
         order, parts = _parts(staged) if is_plain and nbytes > PART_NBYTES else ((), ())
         self._staged.append(_Staged(staged, address, is_plain, order, parts, self._count))
         return first

@@ -136,21 +136,8 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-IN_PLACE_NBYTES = 1 << 18
-"""Inputs of a call with fewer bytes are copied even if they are page-locked: the upload runs beside the copy, so that
-this takes no longer (bench/results/gpu/page_locked.json)."""
-
-
 def page_locked(array: np.ndarray) -> int | None:
-    """The address by which the GPU reads a host array in place, its first byte the lowest; None for ordinary memory.
-
-    numpy's own memory is taken for ordinary without asking the driver.
-    """
-    owner = array.base
-    while type(owner) is np.ndarray:
-        owner = owner.base
-    if owner is None:
-        return None
+    """The address by which the GPU reads a host array in place, its first byte the lowest; None for ordinary memory."""
     first = array.__array_interface__["data"][0]
     address, span = _on_device(first), array.nbytes - 1
     return address if address and _on_device(first + span) == address + span else None

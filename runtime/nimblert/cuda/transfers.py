@@ -7,7 +7,7 @@ permutes them on the device. An array on the GPU is copied or permuted there.
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TypeAlias
@@ -23,7 +23,7 @@ from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.early import Signal, StagedArrays, can_wait
 from nimblert.cuda.graph import Step
-from nimblert.cuda.memory import IN_PLACE_NBYTES, DeviceMemory, Staging, allocate, page_locked
+from nimblert.cuda.memory import DeviceMemory, Staging, allocate, page_locked
 from nimblert.cuda.movers import GatherKernels, Mover, RowMover
 from nimblert.cuda.padded import PaddingMover
 from nimblert.cuda.pools import HostLayout, Lent, Pools, addresses
@@ -42,6 +42,10 @@ _EARLY_NBYTES = 1 << 17
 """Calls with no fewer bytes of inputs are launched before these are copied to page-locked memory. On an H200 that saves
 7 of 73 us with 301 KB, 19 of 132 us with 657 KB, and nothing with 128 KiB (bench/results/gpu/early_launches.json)."""
 
+_IN_PLACE_NBYTES = 1 << 18
+"""Inputs with fewer bytes are copied even if they are page-locked: the upload runs beside the copy, so that this takes
+no longer (bench/results/gpu/page_locked.json)."""
+
 _COPIED_NBYTES = 1 << 12
 """An output of a call from the host with no more bytes gets to page-locked memory that each call overwrites, and is
 copied from there by the host: taking memory that the caller may keep would delay the launch."""
@@ -52,7 +56,8 @@ class _Way:
     """How arrays of one layout get from the host into an input.
 
     An array is copied to ``staged``, page-locked memory in that layout at address ``host``, uploaded to ``device``, and
-    permuted by ``mover`` unless that is None.
+    permuted by ``mover`` unless that is None. ``is_plain``: whether ``staged`` gets its bytes as they lie in memory, so
+    that the array can be uploaded in its place.
     """
 
     staged: np.ndarray
@@ -60,6 +65,7 @@ class _Way:
     device: int
     nbytes: int
     mover: Mover | None
+    is_plain: bool = False
 
 
 Given: TypeAlias = tuple[tuple[Mover, int], ...]
@@ -124,7 +130,7 @@ class Inlet:
         staged = StagedArrays(signal, self._in_place)
         for index, array in enumerate(arrays):
             way = self._way_of(index, array)
-            first = staged.add(array, way.staged, way.host, way.nbytes)
+            first = staged.add(way.staged, way.host, way.nbytes, is_plain=way.is_plain)
             add: Callable[..., Handle] = _crossing(self._kernels, graph.add_upload)
             if signal is not None:
                 add = partial(signal.add_upload, index=index, first=first)
@@ -169,9 +175,10 @@ class Inlet:
         way = self._ways[index].get((array.shape, array.strides))
         if way is not None:
             return way
-        if not layouts.is_dense(array.shape, array.strides, array.itemsize):
-            array = np.ascontiguousarray(array)
-        made = self._way(index, array) if array.shape == self._tensors[index].shape else self._padded_way(index, array)
+        is_dense = layouts.is_dense(array.shape, array.strides, array.itemsize)
+        dense = array if is_dense else np.ascontiguousarray(array)
+        made = self._way(index, dense) if array.shape == self._tensors[index].shape else self._padded_way(index, dense)
+        made = replace(made, is_plain=is_dense and made.staged.strides == array.strides)
         return remembered(self._ways[index], (array.shape, array.strides), made)
 
     def _way(self, index: int, array: np.ndarray) -> _Way:
@@ -206,16 +213,19 @@ class Inlet:
         return self._landing[index, state]
 
     def _in_place(self, array: np.ndarray) -> int | None:
-        """The address by which the GPU can read a dense array; None where it is to be copied."""
-        address = page_locked(array) if array.nbytes >= IN_PLACE_NBYTES else None
+        """The address by which the GPU can read a dense array; None where it is to be copied.
+
+        numpy's own memory is taken for ordinary without asking the driver.
+        """
+        if array.nbytes < _IN_PLACE_NBYTES or _is_of_numpy(array):
+            return None
+        address = page_locked(array)
         return None if address is None or self._staging.holds(address) else address
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
-        is_like = way.staged.strides == array.strides
-        is_plain = is_like and layouts.is_dense(array.shape, array.strides, array.itemsize)
-        if is_plain and in_place and self._in_place(array) is not None:
+        if way.is_plain and in_place and self._in_place(array) is not None:
             call("cuMemcpyHtoDAsync", way.device, array.ctypes.data, way.nbytes, stream)
-        elif is_plain and way.nbytes > _SMALL_NBYTES:
+        elif way.is_plain and way.nbytes > _SMALL_NBYTES:
             to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
             with closing(copied(to, source)) as parts:
                 for start in parts:
@@ -383,6 +393,14 @@ class Outlet:
             device=self._pools.ordinal,
             owner=owner,
         )
+
+
+def _is_of_numpy(array: np.ndarray) -> bool:
+    """Whether numpy has allocated the memory."""
+    owner = array.base
+    while type(owner) is np.ndarray:
+        owner = owner.base
+    return owner is None
 
 
 def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable[..., Handle]:
