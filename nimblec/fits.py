@@ -87,7 +87,7 @@ def differences(plan: Plan) -> Iterator[str]:
 def _note(plan: Plan, programs: Sequence[Program], fit: Fit) -> str:
     """What calls of other sizes get, and where they get nothing, why and what may help."""
     refused = "calls of other sizes than the plan's are refused, since"
-    if any(writes_state(plan, program) for program in programs):
+    if any(writes_state(plan.state, program) for program in programs):
         return f"{refused} a run writes the state"
     if fit is not Fit.EXACT:
         return _MEANING[fit]
@@ -127,7 +127,7 @@ class _Trial:
     def _fits(self, program: Program) -> dict[str, Fit]:
         """The calls that one program can serve, according to its runs, by dimension."""
         sizes = dict(program.profile)
-        if writes_state(self._executable.plan, program):
+        if writes_state(self._executable.plan.state, program):
             return dict.fromkeys(sizes, Fit.EXACT)
         found = {name: self._fit(program, name) for name in sizes}
         padded: dict[str, int] = {}

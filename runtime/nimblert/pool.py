@@ -81,7 +81,7 @@ class Pool(ABC):
 
 def keeps_state(plan: Plan) -> bool:
     """Whether a run of the plan changes state."""
-    return any(writes_state(plan, program) for program in plan.programs)
+    return any(writes_state(plan.state, program) for program in plan.programs)
 
 
 def ordinals(devices: Sequence[int] | None) -> Iterator[int]:

@@ -19,7 +19,7 @@ from nimblert import Executable
 from nimblert.cuda import driver, early
 from nimblert.cuda.backend import CudaBackend
 from nimblert.cuda.early import StagedArrays
-from nimblert.plan import Memset, Pointer, Region
+from nimblert.plan import Memset, Plan, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)
 pytestmark = pytest.mark.usefixtures("patient")
@@ -180,15 +180,26 @@ def test_an_interrupted_call_ends_and_the_next_is_right(put: object, monkeypatch
 @pytest.mark.parametrize("region", [Region.STATE, Region.INPUT])
 def test_a_program_that_may_not_run_twice_is_not_launched_early(put: object, region: Region) -> None:
     del put
-    plan = copying(SHAPE, ORDERS["contiguous"])
-    (program,) = plan.programs
-    fill = Memset(dst=Pointer(region=region), value=1, element_nbytes=1, count=16, stream=0, op=0)
-    writing = replace(program, commands=(*program.commands, fill))
-    kept = weight("kept", (1.0, 2.0, 3.0, 4.0), 0)
-    with nimblert.load(replace(plan, state_nbytes=16, state=(kept,), programs=(writing,))) as model:
+    with nimblert.load(writing(region, name="kept")) as model:
         for seed in range(6):
             model(drawn(seed, SHAPE))
         assert {each.rest for each in staged(model)} == {inf}
+
+
+def test_a_program_with_scratch_memory_of_kernels_is_launched_early(put: object) -> None:
+    del put
+    with nimblert.load(writing(Region.STATE, name="")) as model:
+        check(model, lambda seed: drawn(seed, SHAPE))
+        assert is_early(model)
+
+
+def writing(region: Region, *, name: str) -> Plan:
+    """A plan that also writes the first bytes of a region, with a state of that name."""
+    plan = copying(SHAPE, ORDERS["contiguous"])
+    (program,) = plan.programs
+    fill = Memset(dst=Pointer(region=region), value=1, element_nbytes=1, count=16, stream=0, op=0)
+    program = replace(program, commands=(*program.commands, fill))
+    return replace(plan, state_nbytes=16, state=(weight(name, (1.0, 2.0, 3.0, 4.0), 0),), programs=(program,))
 
 
 @on_host

@@ -103,6 +103,7 @@ class CudaBackend:
                 working = resident.working(poison=poison)
                 owned.callback(working.close)
             self._modules = plan.modules  # the driver reads their code when a kernel is first used
+            self._state = plan.state
             self._context = Context(device)
             owned.callback(self._context.close)
             self._device = device
@@ -141,7 +142,9 @@ class CudaBackend:
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             self._synchronize(self._stream)
-            self._calls = WholeCalls(self._program, self.functions, memory, self._inlet, self._outlet, self._signal)
+            self._calls = WholeCalls(
+                self._program, self._state, self.functions, memory, self._inlet, self._outlet, self._signal
+            )
             scope.callback(self._calls.close)
             self._scope.close()
             self._scope, self._executable = scope.pop_all(), executable

@@ -17,7 +17,8 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.pools import Lent, addresses
 from nimblert.cuda.transfers import Given, Inlet, Outlet
 from nimblert.ordering import pieces
-from nimblert.plan import Launch, Program, Region, Tensor, Work
+from nimblert.plan import Launch, Program, Region, Tensor, Weight, Work
+from nimblert.rules.state_rules import writes_state
 
 _ENOUGH_ON_HOST = 3
 _ENOUGH_ON_DEVICE = 16
@@ -32,22 +33,26 @@ back 4 KiB; 64 KiB in scattered order would take 37 us more."""
 _INDICES = frozenset({"int16", "int32", "int64", "uint16", "uint32", "uint64"})
 """Of inputs that may be indices. One computed from inputs of two calls may lie outside of what each of them reads."""
 
+_REWRITTEN = frozenset({Region.ARENA, Region.OUTPUT, Region.STATE})
+"""What a run may write where another run follows with the same inputs; of the state, only kernels' scratch memory."""
+
 _strides_of = attrgetter("strides")
 
 
 class WholeCalls:
-    """The graphs of calls of a ``program`` over ``memory``."""
+    """The graphs of calls of a ``program`` of a plan with this ``state``, over ``memory``."""
 
     def __init__(
         self,
         program: Program,
+        state: Sequence[Weight],
         functions: Sequence[Handle],
         memory: DeviceMemory,
         inlet: Inlet,
         outlet: Outlet,
         signal: Signal,
     ) -> None:
-        self._program, self._functions, self._memory = program, functions, memory
+        self._program, self._state, self._functions, self._memory = program, state, functions, memory
         self._inlet, self._outlet, self._signal = inlet, outlet, signal
         self._arriving, self._whole = CallGraphs(), CallGraphs()
 
@@ -129,7 +134,7 @@ class WholeCalls:
 
     @cached_property
     def _movable(self) -> "_Movable":
-        return _movable(self._program)
+        return _movable(self._program, self._state)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -150,8 +155,8 @@ class _Movable(NamedTuple):
     may_be_early: bool
 
 
-def _movable(program: Program) -> _Movable:
-    """What the program's kernels may use elsewhere.
+def _movable(program: Program, state: Sequence[Weight]) -> _Movable:
+    """What the program's kernels may use elsewhere, in a plan with this ``state``.
 
     An input that a kernel also writes may not be replaced: the array is the caller's. An output on the host may be
     touched by one kernel alone: reading it over PCIe takes long, and where an op has several kernels, a plan does not
@@ -186,6 +191,7 @@ def _movable(program: Program) -> _Movable:
         may_move and is_one_kernels(tensor) and tensor.span_nbytes <= _WRITTEN_NBYTES
         for may_move, tensor in zip(outputs, program.outputs, strict=True)
     ]
-    may_run_twice = all(region in {Region.ARENA, Region.OUTPUT} for region, _ in written)
+    regions = {region for region, _ in written}
+    may_run_twice = regions <= _REWRITTEN and not writes_state(state, program)
     may_be_mixed = all(tensor.dtype not in _INDICES for tensor in program.inputs)
     return _Movable(inputs, outputs, to_host, may_run_twice and may_be_mixed)

@@ -75,5 +75,5 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
             elif fit is Fit.SPLIT and name not in everywhere:
                 yield f"{path}: {name!r} is SPLIT, and an output has no axis of it"
-            elif writes_state(plan, program):
+            elif writes_state(plan.state, program):
                 yield f"{path}: {name!r} is {fit.name}, and the program writes the state"

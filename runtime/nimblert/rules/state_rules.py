@@ -1,7 +1,7 @@
 """The rules of a plan's state: its tensors have distinct names, and every access is within one of them."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nimblert.ordering.pieces import reads, writes
 from nimblert.plan import Access, Plan, Program, Region, Weight
@@ -19,7 +19,7 @@ def problems(plan: Plan) -> Iterator[str]:
         for j, access in _accesses(program):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes
             in_region = start >= 0 and end <= plan.state_nbytes  # else that is said elsewhere
-            if in_region and _tensor(plan, access) is None:
+            if in_region and _tensor(plan.state, access) is None:
                 where = f"programs[{i}].commands[{j}]"
                 yield f"{where}: {access.nbytes} bytes at {start} of STATE lie in no one tensor of it"
 
@@ -32,20 +32,24 @@ def _accesses(program: Program) -> Iterator[tuple[int, Access]]:
                 yield index, access
 
 
-def _tensor(plan: Plan, access: Access) -> Weight | None:
+def _tensor(state: Sequence[Weight], access: Access) -> Weight | None:
     """The tensor of the state that an access lies in, if it lies in one."""
     start = access.pointer.offset
-    index = bisect_right(plan.state, start, key=lambda tensor: tensor.offset) - 1
+    index = bisect_right(state, start, key=lambda tensor: tensor.offset) - 1
     if index < 0:
         return None
-    tensor = plan.state[index]
+    tensor = state[index]
     return tensor if start + access.nbytes <= tensor.offset + tensor.data.nbytes else None
 
 
-def writes_state(plan: Plan, program: Program) -> bool:
-    """Whether a run of a program changes what later runs read: state that has a name."""
+def writes_state(state: Sequence[Weight], program: Program) -> bool:
+    """Whether a run of a program changes what later runs read: tensors of the plan's ``state`` that have a name."""
     if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
         return True
-    written = (access for _, command in program.work for access in writes(command))
-    found = (_tensor(plan, access) for access in written if access.pointer.region is Region.STATE and access.nbytes > 0)
-    return any(tensor is None or tensor.name for tensor in found)
+    for _, command in program.work:
+        for access in writes(command):
+            if access.pointer.region is Region.STATE and access.nbytes > 0:
+                tensor = _tensor(state, access)
+                if tensor is None or tensor.name:
+                    return True
+    return False
