@@ -191,6 +191,30 @@ def test_ordinary_memory_of_others_is_copied(put: object, shape: tuple[int, ...]
         check(model, foreign, in_place=False)
 
 
+@on_host
+def test_the_driver_is_asked_once_about_ordinary_memory_and_never_about_a_plan_s(
+    put: object, host: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del put
+    asked = []
+    ask = host.cuPointerGetAttribute
+    monkeypatch.setattr(host, "cuPointerGetAttribute", lambda *given: asked.append(given[1]) or ask(*given))
+    memory = (ctypes.c_float * int(np.prod(SHAPE)))()
+    ordinary = np.frombuffer(memory, np.float32).reshape(SHAPE)
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model:
+        check(model, lambda seed: filled(model, seed), in_place=True)
+        received = [drawn(seed, SHAPE).tobytes() for seed in range(12)]
+        check(model, lambda seed: np.frombuffer(received[seed], np.float32).reshape(SHAPE), in_place=False)
+        assert not asked
+        for seed in range(5):
+            ordinary[...] = drawn(seed, SHAPE)
+            assert np.array_equal(model(ordinary), drawn(seed, SHAPE))
+        assert asked == [ctypes.addressof(memory)]
+        for _ in range(200):  # others
+            model(np.frombuffer((ctypes.c_float * ordinary.size)(), np.float32).reshape(SHAPE))
+        assert len(model.backend._inlet._page_locked._ordinary) <= 64  # type: ignore[attr-defined]
+
+
 def test_an_input_may_be_where_another_is_copied_to(put: object) -> None:
     del put
     shapes = [(300, 250), (300, 250)]

@@ -131,7 +131,7 @@ class StagedArrays:
         self._in_place = in_place
         self.words = np.zeros(2, np.uint32) if signal is None else signal.words
         self._sources = np.zeros(0, np.uint64) if signal is None else signal.sources
-        self.rest = inf if signal is None else 0
+        self.rest = inf if signal is None else 1  # the first launch of a graph takes the driver longer
         self._next_rest = _REST
         self._staged: list[_Staged] = []
         self._count = 0

@@ -8,7 +8,6 @@ from typing import TypeAlias
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.cuda import driver
 from nimblert.cuda.driver import Context, call
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
 
@@ -134,17 +133,3 @@ def host_bytes(address: int, nbytes: int) -> np.ndarray:
     import ctypes
 
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def page_locked(array: np.ndarray) -> int | None:
-    """The address by which the GPU reads a host array in place, its first byte the lowest; None for ordinary memory."""
-    first = array.__array_interface__["data"][0]
-    address, span = _on_device(first), array.nbytes - 1
-    return address if address and _on_device(first + span) == address + span else None
-
-
-def _on_device(address: int) -> int | None:
-    """The address by which the GPU knows one of the host; None if it does not."""
-    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-    status, *found = driver.bindings().cuPointerGetAttribute(attribute, address)
-    return int(found[0]) if status == 0 else None

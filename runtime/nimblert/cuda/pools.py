@@ -116,8 +116,13 @@ class Lent:
     __array_interface__: dict[str, Any]
 
     def __init__(self, pool: _Pool, block: Any, nbytes: int, is_shared: bool) -> None:
-        self._pool, self._block, self._nbytes, self.address = pool, block, nbytes, block[0]
+        self._pool, self._block, self._nbytes = pool, block, nbytes
+        self.address: int = block[0]
         self.is_shared = is_shared
+
+    def holds(self, address: int, nbytes: int) -> bool:
+        """Whether so many bytes from this address on lie in the block."""
+        return self.address <= address and address + nbytes <= self.address + self._nbytes
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else the process frees it

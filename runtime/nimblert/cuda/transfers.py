@@ -23,9 +23,10 @@ from nimblert.cuda.copiers import PART_NBYTES, copied
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.early import Signal, StagedArrays, can_wait
 from nimblert.cuda.graph import Step
-from nimblert.cuda.memory import DeviceMemory, Staging, allocate, page_locked
+from nimblert.cuda.memory import DeviceMemory, Staging, allocate
 from nimblert.cuda.movers import GatherKernels, Mover, RowMover
 from nimblert.cuda.padded import PaddingMover
+from nimblert.cuda.page_locked import PageLockedArrays
 from nimblert.cuda.pools import HostLayout, Lent, Pools, addresses
 from nimblert.dimensions import Shapes
 from nimblert.plan import ITEM_NBYTES, Tensor
@@ -90,6 +91,7 @@ class Inlet:
         self.is_small = sum(self._nbytes) <= _SMALL_NBYTES
         """Whether a graph may upload the inputs."""
         self._staging = staging
+        self._page_locked = PageLockedArrays()
         self._kernels = kernels
         self._landing: dict[tuple[int, str], int] = {}
         self._ways: list[dict[Shapes, _Way]] = [{} for _ in tensors]
@@ -213,13 +215,10 @@ class Inlet:
         return self._landing[index, state]
 
     def _in_place(self, array: np.ndarray) -> int | None:
-        """The address by which the GPU can read a dense array; None where it is to be copied.
-
-        numpy's own memory is taken for ordinary without asking the driver.
-        """
-        if array.nbytes < _IN_PLACE_NBYTES or _is_of_numpy(array):
+        """The address by which the GPU can read a dense array; None where it is to be copied."""
+        if array.nbytes < _IN_PLACE_NBYTES:
             return None
-        address = page_locked(array)
+        address = self._page_locked.address(array)
         return None if address is None or self._staging.holds(address) else address
 
     def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
@@ -393,14 +392,6 @@ class Outlet:
             device=self._pools.ordinal,
             owner=owner,
         )
-
-
-def _is_of_numpy(array: np.ndarray) -> bool:
-    """Whether numpy has allocated the memory."""
-    owner = array.base
-    while type(owner) is np.ndarray:
-        owner = owner.base
-    return owner is None
 
 
 def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable[..., Handle]:

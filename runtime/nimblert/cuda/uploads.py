@@ -9,7 +9,8 @@ import numpy as np
 
 from nimblert.cuda.copiers import PART_NBYTES, Copying
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
-from nimblert.cuda.memory import host_bytes, page_locked
+from nimblert.cuda.memory import host_bytes
+from nimblert.cuda.page_locked import page_locked
 
 _HALF_NBYTES = 8 * PART_NBYTES
 
