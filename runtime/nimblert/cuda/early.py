@@ -170,16 +170,16 @@ class StagedArrays:
 
     def _copied(self, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray | None]:
         """Those that must be copied; None for one that is uploaded from where it is."""
-        left: list[np.ndarray | None] = list(arrays)
-        sources = [each.address for each in self._staged]
-        for index, (each, array) in enumerate(zip(self._staged, arrays, strict=True)):
-            address = self._in_place(array) if each.is_plain else None
+        found = {}
+        for index, each in enumerate(self._staged):
+            address = self._in_place(arrays[index]) if each.is_plain else None
             if address is not None and not address % _ALIGNMENT:
-                left[index], sources[index] = None, address
-                self._elsewhere = _ELSEWHERE
-        if self._elsewhere:
-            self._sources[:] = sources
-        return left
+                found[index] = address
+        if not found:
+            return arrays
+        self._elsewhere = _ELSEWHERE
+        self._sources[:] = [found.get(index, each.address) for index, each in enumerate(self._staged)]
+        return [None if index in found else array for index, array in enumerate(arrays)]
 
     def came_late(self) -> bool:
         """Whether an upload gave up in the launch that has ended; if it is launched again, none will wait."""

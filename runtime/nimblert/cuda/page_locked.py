@@ -1,5 +1,7 @@
 """Arrays in page-locked memory, which the GPU can read where they are."""
 
+from weakref import ref
+
 import numpy as np
 
 from nimblert.cuda import driver
@@ -20,15 +22,18 @@ class PageLockedArrays:
     """As `page_locked`, for arrays that are given again and again.
 
     The driver takes 8 us to answer, and 20 while a launch waits (an H100's host). It is asked neither about the memory
-    of our pools, nor about that of numpy and Python, which is taken for ordinary, nor again about an address that was
-    ordinary the last time: to copy an array is never wrong.
+    of our pools, nor about that of numpy and Python, which is taken for ordinary, nor again about an array or address
+    that was ordinary the last time: to copy an array is never wrong.
     """
 
     def __init__(self) -> None:
         self._ordinary: set[int] = set()
+        self._last: ref[np.ndarray] | None = None
 
     def address(self, array: np.ndarray) -> int | None:
         """The address of a dense array in page-locked memory; None where it is to be copied."""
+        if self._last is not None and self._last() is array:
+            return None
         owner: object = array.base
         while type(owner) is np.ndarray:
             owner = owner.base
@@ -37,13 +42,12 @@ class PageLockedArrays:
         address = _address(array)
         if type(owner) is Lent and owner.holds(address, array.nbytes):
             return address
-        if address in self._ordinary:
-            return None
-        found = _known(address, array.nbytes)
+        found = None if address in self._ordinary else _known(address, array.nbytes)
         if found is None:
             if len(self._ordinary) >= _MOST_REMEMBERED:
                 self._ordinary.clear()
             self._ordinary.add(address)
+            self._last = ref(array)
         return found
 
 
