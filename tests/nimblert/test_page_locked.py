@@ -180,6 +180,12 @@ def test_what_cannot_be_read_in_place_is_copied(
         check(model, lambda seed: part_of(memory, seed, cut), in_place=False)
 
 
+def test_a_whole_array_read_backwards_is_copied(put: object) -> None:
+    del put
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as model:
+        check(model, lambda seed: part_of(model, seed, lambda whole: whole[::-1, ::-1, ::-1, ::-1]), in_place=False)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, LARGE])
 def test_ordinary_memory_of_others_is_copied(put: object, shape: tuple[int, ...]) -> None:
     del put

@@ -39,6 +39,8 @@ class PageLockedArrays:
             owner = owner.base
         if type(owner) in _ORDINARY:
             return None
+        if type(owner) is Lent and owner.nbytes == array.nbytes:  # all of a block
+            return owner.address
         address = _address(array)
         if type(owner) is Lent and owner.holds(address, array.nbytes):
             return address

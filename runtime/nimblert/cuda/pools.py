@@ -107,26 +107,26 @@ class _Pool:
 
 
 class Lent:
-    """A block in use, at ``address``; it returns to its pool when this object is collected.
+    """A block in use, of ``nbytes`` at ``address``; it returns to its pool when this object is collected.
 
     ``is_shared``: work on the GPU may use it that nobody has waited for, such as that of a library which was given it.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_block", "_nbytes", "_pool", "address", "is_shared")
+    __slots__ = ("__array_interface__", "__weakref__", "_block", "_pool", "address", "is_shared", "nbytes")
     __array_interface__: dict[str, Any]
 
     def __init__(self, pool: _Pool, block: Any, nbytes: int, is_shared: bool) -> None:
-        self._pool, self._block, self._nbytes = pool, block, nbytes
+        self._pool, self._block, self.nbytes = pool, block, nbytes
         self.address: int = block[0]
         self.is_shared = is_shared
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether so many bytes from this address on lie in the block."""
-        return self.address <= address and address + nbytes <= self.address + self._nbytes
+        return self.address <= address and address + nbytes <= self.address + self.nbytes
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else the process frees it
-            self._pool.give_back(self._block, self._nbytes, self.is_shared)
+            self._pool.give_back(self._block, self.nbytes, self.is_shared)
 
 
 def addresses(lent: Sequence[Lent | None]) -> list[int | None]:
