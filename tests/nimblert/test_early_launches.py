@@ -186,6 +186,25 @@ def test_a_program_that_may_not_run_twice_is_not_launched_early(put: object, reg
         assert {each.rest for each in staged(model)} == {inf}
 
 
+@on_host
+def test_the_first_launch_of_a_graph_is_not_early(
+    put: object, host: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del put
+    order = []
+    fill, launch = StagedArrays.fill, host.cuGraphLaunch
+    monkeypatch.setattr(host, "cuGraphLaunch", lambda *given: order.append("launch") or launch(*given))
+    monkeypatch.setattr(StagedArrays, "fill", lambda *given: order.append("copy") or fill(*given))
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        x = drawn(0, SHAPE)
+        while "copy" not in order:
+            order.clear()
+            model(x)
+        assert order == ["copy", "launch"]
+        model(x)
+        assert order == ["copy", "launch", "launch", "copy"]
+
+
 def test_a_program_with_scratch_memory_of_kernels_is_launched_early(put: object) -> None:
     del put
     with nimblert.load(writing(Region.STATE, name="")) as model:
