@@ -1,10 +1,11 @@
 """The rules of a plan's state: its tensors have distinct names, and every access is within one of them."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from nimblert.ordering.pieces import reads, writes
-from nimblert.plan import Access, Plan, Program, Region, Weight
+from nimblert.plan import Access, Plan, Program, Region, Weight, Work
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -16,7 +17,7 @@ def problems(plan: Plan) -> Iterator[str]:
         if not tensor.name.isprintable():
             yield f"state[{i}].name: {tensor.name!r} is not printable"
     for i, program in enumerate(plan.programs):
-        for j, access in _accesses(program):
+        for j, access in _accesses(program, reads, writes):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes
             in_region = start >= 0 and end <= plan.state_nbytes  # else that is said elsewhere
             if in_region and _tensor(plan.state, access) is None:
@@ -24,10 +25,10 @@ def problems(plan: Plan) -> Iterator[str]:
                 yield f"{where}: {access.nbytes} bytes at {start} of STATE lie in no one tensor of it"
 
 
-def _accesses(program: Program) -> Iterator[tuple[int, Access]]:
-    """The accesses of each command of a program, by its index, to the state."""
+def _accesses(program: Program, *kinds: Callable[[Work], Iterable[Access]]) -> Iterator[tuple[int, Access]]:
+    """The accesses of these kinds, of each command of a program, by its index, to the state."""
     for index, command in program.work:
-        for access in (*reads(command), *writes(command)):
+        for access in chain.from_iterable(kind(command) for kind in kinds):
             if access.pointer.region is Region.STATE and access.nbytes > 0:
                 yield index, access
 
@@ -46,10 +47,5 @@ def writes_state(state: Sequence[Weight], program: Program) -> bool:
     """Whether a run of a program changes what later runs read: tensors of the plan's ``state`` that have a name."""
     if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
         return True
-    for _, command in program.work:
-        for access in writes(command):
-            if access.pointer.region is Region.STATE and access.nbytes > 0:
-                tensor = _tensor(state, access)
-                if tensor is None or tensor.name:
-                    return True
-    return False
+    found = (_tensor(state, access) for _, access in _accesses(program, writes))
+    return any(tensor is None or tensor.name for tensor in found)
