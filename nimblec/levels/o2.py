@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.kernels.core.context import Contest, in_context
+from nimblec.kernels.core.choosing import Times
+from nimblec.kernels.core.context import Clock, Contest, in_context
 from nimblec.kernels.core.gpu import GPU
 from nimblec.kernels.core.launch import ops
-from nimblec.kernels.core.selector import Family, Times
+from nimblec.kernels.core.selector import Family, timing_fingerprint
 from nimblec.kernels.families import FAMILIES
 from nimblec.levels.recipe import Recipe
 from nimblec.optimize.layout.channels_last import lay_float32_channels_last
@@ -90,8 +91,12 @@ class Timed:
         if not self._contests:
             return {}
         gpu = GPU.current()
+        templates = sorted({template for family in FAMILIES for template in family.templates})
+        clock = Clock(
+            timer=GraphTimer(gpu), times=self._times, fingerprint=repr((timing_fingerprint(templates), gpu.trigger))
+        )
         try:
-            return in_context(module, self._contests, GraphTimer(gpu), WeightPool(gpu), l2=gpu.l2)
+            return in_context(module, self._contests, clock, WeightPool(gpu), l2=gpu.l2)
         except torch.OutOfMemoryError:
             return {}
 

@@ -2,9 +2,24 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
 
 Timer = Callable[[Callable[[int], object]], float]
 """The microseconds of one call; the call takes the number of the copy of its weights."""
+
+class Times(Protocol):
+    """Measured nanoseconds by key, as `nimblec.cache.timing_cache.TimingCache` keeps them between compilations."""
+
+    def __contains__(self, key: str) -> bool:
+        """Whether a time is known."""
+
+    def __getitem__(self, key: str) -> int:
+        """The time."""
+
+    def __setitem__(self, key: str, duration_ns: int) -> None:
+        """Note a time."""
+
 
 FINALISTS = 3
 """How many calls besides the first are timed thoroughly."""
@@ -41,3 +56,8 @@ def rank(times: Mapping[str, float], *, margin: float = 0.02) -> Choice:
         ranked.remove(first)
         ranked.insert(0, first)
     return Choice(best=ranked[0], runner_up=ranked[1] if len(ranked) > 1 else None, microseconds=times)
+
+
+def key_of(what: object) -> str:
+    """The key of a time that depends on all that the ``repr`` of this tells, and on nothing else."""
+    return sha256(repr(what).encode()).hexdigest()

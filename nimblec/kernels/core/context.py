@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from nimblec.graph.rewriter import constant_of, fake
 from nimblec.kernels.core.call import Call, Pool, as_meta, example
+from nimblec.kernels.core.choosing import Times, key_of
 from nimblec.kernels.core.launch import ops
 
 _MARGIN = 0.004
@@ -35,6 +36,18 @@ class ChainTimer(Protocol):
         """Microseconds of all calls; with ``flush``, the cache is emptied before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Tells times that ``timer`` measures once; ``times`` keeps them.
+
+    The ``fingerprint`` tells what they depend on besides the launches.
+    """
+
+    timer: ChainTimer
+    times: Times
+    fingerprint: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contest:
     """Calls that compute the same request, by the names of their tilings; the chosen one comes first.
@@ -48,7 +61,7 @@ class Contest:
 
 
 def in_context(
-    module: fx.GraphModule, contests: Iterable[Contest], timer: ChainTimer, pool: Pool, *, l2: int
+    module: fx.GraphModule, contests: Iterable[Contest], clock: Clock, pool: Pool, *, l2: int
 ) -> dict[str, str]:
     """The tilings, by the keys of their contests, by which all kernels of a graph take less time than as chosen.
 
@@ -56,7 +69,7 @@ def in_context(
     first, and equal requests have the same tiling. Weights are in the cache, of ``l2`` bytes, if all have room there.
     Empty where they win less than a hundredth: not worth another recording.
     """
-    chain = _Chain(module, contests, timer, pool, l2)
+    chain = _Chain(module, contests, clock, pool, l2)
     chosen: dict[str, str] = {}
     before = least = chain.time(chosen)
     for contest in chain.contests(least):
@@ -71,16 +84,17 @@ class _Chain:
     """The kernels of a graph in their order; those that are no chosen call of a contest stay as they are."""
 
     def __init__(
-        self, module: fx.GraphModule, contests: Iterable[Contest], timer: ChainTimer, pool: Pool, l2: int
+        self, module: fx.GraphModule, contests: Iterable[Contest], clock: Clock, pool: Pool, l2: int
     ) -> None:
-        self._timer = timer
+        self._clock = clock
         self._pool = pool
         of_launch = {_launch_of(_first(contest)): contest for contest in contests}
-        nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in ops()]
-        self._places = [of_launch.get(_launch_at(node)) for node in nodes]
-        self._fixed = [None if place else _call(module, node) for place, node in zip(self._places, nodes, strict=True)]
+        self._nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in ops()]
+        self._launches = [_launch_at(node) for node in self._nodes]
+        self._places = [of_launch.get(launch) for launch in self._launches]
         self._placed = {place.key: place for place in self._places if place}
         self._counts = Counter(place.key for place in self._places if place)
+        self._fixed = cache(partial(_call, module))
         self._timed = cache(self._made)
         nbytes = sum(self._counts[key] * _first(contest).weights_nbytes for key, contest in self._placed.items())
         self._flush = nbytes > _STAY * l2
@@ -92,17 +106,20 @@ class _Chain:
         return [self._placed[key] for key in ranked if times[key] > _LEAST * microseconds]
 
     def time(self, chosen: Mapping[str, str]) -> float:
-        """Microseconds of all kernels, with the ``chosen`` tilings by key."""
-        microseconds = self._timer.chain(list(self._calls(chosen)), flush=self._flush)
-        torch.cuda.empty_cache()  # as after a contest
-        return microseconds
+        """Microseconds of all kernels, with the ``chosen`` tilings by key; measured unless they are known."""
+        clock = self._clock
+        key = key_of((clock.fingerprint, self._launches, self._flush, sorted(chosen.items())))
+        if key not in clock.times:
+            clock.times[key] = round(1000 * clock.timer.chain(list(self._calls(chosen)), flush=self._flush))
+            torch.cuda.empty_cache()  # as after a contest
+        return clock.times[key] / 1000
 
     def _calls(self, chosen: Mapping[str, str]) -> Iterator[Callable[[], object]]:
         passed: Counter[str] = Counter()
-        for place, fixed in zip(self._places, self._fixed, strict=True):
-            if fixed is not None:
-                yield fixed
-            elif place is not None:
+        for place, node in zip(self._places, self._nodes, strict=True):
+            if place is None:
+                yield self._fixed(node)
+            else:
                 yield partial(self._timed(place, chosen.get(place.key, "")), passed[place.key])
                 passed[place.key] += 1
 

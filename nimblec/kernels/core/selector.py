@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from nimblec.kernels.core.call import Call, Pool
-from nimblec.kernels.core.choosing import Choice, Timer, choose, rank
+from nimblec.kernels.core.choosing import Choice, Timer, Times, choose, key_of, rank
 from nimblec.kernels.core.compiling import Compile, compile_all
 from nimblec.kernels.core.context import Contest
 from nimblec.kernels.core.gpu import GPU, Trigger
@@ -24,19 +24,6 @@ _NEARLY = 1.25
 
 Timed = Callable[[int], object]
 """A call that takes the number of the copy of its weights."""
-
-
-class Times(Protocol):
-    """Measured nanoseconds by key, as `nimblec.cache.timing_cache.TimingCache` keeps them between compilations."""
-
-    def __contains__(self, key: str) -> bool:
-        """Whether a time is known."""
-
-    def __getitem__(self, key: str) -> int:
-        """The time."""
-
-    def __setitem__(self, key: str, duration_ns: int) -> None:
-        """Note a time."""
 
 
 class HasSignature(Protocol):
@@ -211,10 +198,10 @@ class Selector(Generic[Request, Tiling]):
         for side, microseconds in choice.microseconds.items():
             self._times[self._side(key, side)] = round(1000 * microseconds)
         torch.cuda.empty_cache()  # the capture process keeps all memory that was freed until then
-        return choice
+        return self._known(key, named) or choice  # as the next compilation will choose, by times in nanoseconds
 
     def _side(self, key: str, side: str) -> str:
-        return sha256(repr((self._fingerprint, self._gpu.trigger, key, side)).encode()).hexdigest()
+        return key_of((self._fingerprint, self._gpu.trigger, key, side))
 
 
 def _contenders(choice: Choice, named: Container[str]) -> list[str]:
