@@ -89,6 +89,8 @@ class _Worker:
             from nimblec.cuda.recording.cupti import CodeRecorder
             from nimblec.cuda.recording.record import Recorders
             from nimblec.kernels.core import triton_start
+
+            triton_start.choose_assembler()
         with self._reports.stage("initialise CUDA"):
             driver.bindings()
             code = CodeRecorder()

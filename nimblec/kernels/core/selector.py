@@ -216,10 +216,11 @@ def _contenders(choice: Choice, named: Container[str]) -> list[str]:
 def timing_fingerprint(templates: Iterable[str]) -> str:
     """What times depend on besides the request: the device, library versions, the code of the templates' modules."""
     from triton import __version__ as triton_version
+    from triton import knobs
 
     code = sha256()
     for name in ("nimblec.kernels.core.device", *templates):
         package, _, module = name.rpartition(".")
         code.update(files(package).joinpath(f"{module}.py").read_bytes())
-    versions = torch.__version__, triton_version, torch.backends.cudnn.version()
+    versions = torch.__version__, triton_version, knobs.nvidia.ptxas.version, torch.backends.cudnn.version()
     return repr((torch.cuda.get_device_name(), *versions, code.hexdigest()))

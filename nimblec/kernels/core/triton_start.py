@@ -1,7 +1,26 @@
-"""Triton's initialisation, once in a process, in the background."""
+"""Triton's initialisation, once in a process, in the background; and the assembler that all its kernels get."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+
+_ASSEMBLER = "TRITON_PTXAS_PATH"
+
+
+def choose_assembler() -> None:
+    """Have this process, and those that it starts, assemble all kernels with Triton's own ptxas.
+
+    Otherwise Inductor names PyTorch's, where there is one, once it has compiled a kernel in this process, but not where
+    it has found all in its cache: a second compilation would give other code. A ptxas that the user names stays.
+    """
+    if _ASSEMBLER in os.environ:
+        return
+    try:
+        from triton import knobs
+
+        os.environ[_ASSEMBLER] = knobs.nvidia.ptxas.path
+    except (ImportError, RuntimeError):  # no Triton, or one without a ptxas
+        return
 
 
 @cache
