@@ -89,6 +89,21 @@ def test_code_is_cut_down_to_the_kernels_needed() -> None:
     assert index.kept_whole == []
 
 
+def test_code_without_other_kernels_loses_what_debuggers_read() -> None:
+    symbols = sorted(entry_symbols(IMAGE))
+    kept = _index(IMAGE).shrunk(DIGEST, symbols)
+    assert entry_symbols(kept) == set(symbols)
+    assert b".debug_frame" in IMAGE
+    assert b".debug_frame" not in kept
+
+
+def test_all_kernels_of_code_that_is_not_understood_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "cut", refuse)
+    index = _index(IMAGE)
+    assert index.shrunk(DIGEST, sorted(entry_symbols(IMAGE))) == IMAGE
+    assert index.kept_whole == []
+
+
 def test_code_that_is_not_understood_stays_whole_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "cut", refuse)
     index = _index(IMAGE)

@@ -82,17 +82,17 @@ class CodeIndex:
         return list(found.values())
 
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
-        """The cubin with this digest, cut down to the kernels ``symbols``.
+        """The cubin with this digest, cut down to the kernels ``symbols``, without what only debuggers read.
 
-        A cubin with unfamiliar or damaged parts stays whole; ``kept_whole`` then gets the reason.
+        That names files of this machine, and is most of what Triton makes. A cubin with unfamiliar or damaged parts
+        stays whole; ``kept_whole`` then gets the reason, if there are other kernels.
         """
         image = self._recorder.images[digest]
-        if entry_symbols(memoryview(image)) == frozenset(symbols):
-            return image
         try:
             return cut(image, symbols)
         except _CANNOT_BE_CUT as exc:
-            self.kept_whole.append(f"{len(image)} bytes of code of {symbols[0]} could not be cut down: {exc}")
+            if entry_symbols(memoryview(image)) != frozenset(symbols):
+                self.kept_whole.append(f"{len(image)} bytes of code of {symbols[0]} could not be cut down: {exc}")
             return image
 
 
