@@ -8,6 +8,7 @@ from typing import Protocol
 Timer = Callable[[Callable[[int], object]], float]
 """The microseconds of one call; the call takes the number of the copy of its weights."""
 
+
 class Times(Protocol):
     """Measured nanoseconds by key, as `nimblec.cache.timing_cache.TimingCache` keeps them between compilations."""
 
