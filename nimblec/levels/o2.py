@@ -92,9 +92,8 @@ class Timed:
             return {}
         gpu = GPU.current()
         templates = sorted({template for family in FAMILIES for template in family.templates})
-        clock = Clock(
-            timer=GraphTimer(gpu), times=self._times, fingerprint=repr((timing_fingerprint(templates), gpu.trigger))
-        )
+        fingerprint = repr((timing_fingerprint(templates), gpu.trigger))
+        clock = Clock(timer=GraphTimer(gpu), times=self._times, fingerprint=fingerprint)
         try:
             return in_context(module, self._contests, clock, WeightPool(gpu), l2=gpu.l2)
         except torch.OutOfMemoryError:

@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 
 _ASSEMBLER = "TRITON_PTXAS_PATH"
@@ -15,12 +16,10 @@ def choose_assembler() -> None:
     """
     if _ASSEMBLER in os.environ:
         return
-    try:
+    with suppress(ImportError, RuntimeError):  # no Triton, or one without a ptxas
         from triton import knobs
 
         os.environ[_ASSEMBLER] = knobs.nvidia.ptxas.path
-    except (ImportError, RuntimeError):  # no Triton, or one without a ptxas
-        return
 
 
 @cache
