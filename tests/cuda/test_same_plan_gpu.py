@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import nimblec
 from nimblec.compiler import compile_model
 from nimblec.options import read_options
 from nimblert.files import container
@@ -28,4 +29,5 @@ def test_a_second_compilation_gives_the_same_bytes(
     assert first == second
     code = [bytes(module.code) for module in container.read(plans[0]).modules]
     assert code
-    assert not any(str(folder).encode() in each for folder in (support.parents[1], tmp_path) for each in code)
+    folders = support.parents[1], Path(nimblec.__file__).parent, tmp_path
+    assert not any(str(folder).encode() in each for folder in folders for each in code)
