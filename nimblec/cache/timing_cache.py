@@ -2,7 +2,7 @@
 
 One JSON file maps keys to nanoseconds. A key is the SHA-256 of everything a time depends on, and of nothing else:
 device, code and launch for a command, what runs when and where for a run. A time that is known stays as it is, since
-decisions were taken by it. So a second compilation on the same machine makes the same ones, and the same plan.
+decisions were taken by it. So a second compilation on the same machine makes the same ones.
 """
 
 import json
@@ -15,10 +15,13 @@ from statistics import median_low
 from nimblec.planning import Timer
 from nimblert.errors import NimbleError
 from nimblert.files.replacing import replacing
-from nimblert.plan import Device, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
+from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
 
 _LONGEST_NS = 24 * 3600 * 10**9
 """No command takes a day."""
+
+_LARGEST_NUMBER_NBYTES = 8
+"""A larger parameter is a struct."""
 
 
 class TimingCache:
@@ -145,10 +148,22 @@ class CachedTimer:
             return "Memset", command.element_nbytes, command.count
         kernel = plan.kernels[command.kernel]
         launch = (command.grid, command.block, command.cluster, command.dynamic_smem_nbytes, command.cooperative)
-        return (self._code[kernel.module], kernel.symbol, *launch, command.params)
+        sizes = tuple(access.nbytes for access in (*command.reads, *command.writes))
+        return (self._code[kernel.module], kernel.symbol, *launch, *_numbers(kernel, command.params), sizes)
 
     def _key(self, *parts: object) -> str:
         return sha256(repr((self._device, parts)).encode()).hexdigest()
+
+
+def _numbers(kernel: Kernel, params: bytes) -> Iterator[bytes]:
+    """The parameters that are plain numbers.
+
+    Structs are left out: libraries leave padding in them, and array entries that no kernel reads, as the host's stack
+    was, which differs from compilation to compilation. Code, grid and sizes of memory tell the launches apart.
+    """
+    for parameter in kernel.parameters:
+        if parameter.nbytes <= _LARGEST_NUMBER_NBYTES:
+            yield params[parameter.offset : parameter.offset + parameter.nbytes]
 
 
 def _pointers(command: Work) -> Iterator[tuple[object, ...]]:

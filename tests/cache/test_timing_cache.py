@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,10 +80,18 @@ def changed(plan: Plan, index: int, **changes: Any) -> Plan:
     return replace(plan, programs=(replace(program, commands=tuple(commands)),))
 
 
-@pytest.mark.parametrize("change", [{"duration_ns": 77}, {"op": 1}, {"reads": (), "writes": ()}], ids=str)
-def test_what_no_time_depends_on_is_in_no_key(tmp_path: Path, change: dict[str, Any]) -> None:
+STRUCT = next(i for i, c in enumerate(COMMANDS) if isinstance(c, Launch) and c.kernel == 1)
+"""A launch whose kernel takes one struct of 16 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [(LAUNCH, {"duration_ns": 77}), (LAUNCH, {"op": 1}), (STRUCT, {"params": b"stale bytes here"})],
+    ids=["time", "op", "padding"],
+)
+def test_what_no_time_depends_on_is_in_no_key(tmp_path: Path, index: int, change: dict[str, Any]) -> None:
     timer, plan = _CountingTimer(), cuda_plan()
-    other = changed(plan, LAUNCH, **change)
+    other = changed(plan, index, **change)
     assert other != plan
     cached = CachedTimer(timer, TimingCache(tmp_path / "t.json"), Device(name="x"))
     assert cached.duration(plan) == cached.duration(other)
@@ -96,6 +105,8 @@ MATTERS: dict[str, tuple[type[Command], dict[str, Any]]] = {
     "a stream": (Launch, {"stream": 1}),
     "a place": (Launch, {"relocations": ()}),
     "a size": (Launch, {"grid": (2, 1, 1)}),
+    "a number": (Launch, {"params": bytes(24) + struct.pack("<i", 17)}),
+    "the size of its memory": (Launch, {"reads": (), "writes": ()}),
     "where a copy goes": (Memcpy, {"dst": Pointer(region=Region.ARENA, offset=1024)}),
     "where a copy is from": (Memcpy, {"src": Pointer(region=Region.WEIGHTS, offset=64)}),
     "what is filled": (Memset, {"dst": Pointer(region=Region.ARENA, offset=1024)}),
