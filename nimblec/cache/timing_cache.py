@@ -1,8 +1,8 @@
 """A cache of measured times, so that compiling the same model again measures nothing.
 
-One JSON file maps keys to nanoseconds. A key is the SHA-256 of everything a time depends on, and of nothing else:
-device, code and launch for a command, what runs when and where for a run. A time that is known stays as it is, since
-decisions were taken by it. So a second compilation on the same machine makes the same ones.
+One JSON file maps keys to nanoseconds. A key is the SHA-256 of what a time depends on and a second compilation finds
+again: device, code and launch for a command, what runs when and where for a run. A time that is known stays as it is,
+since decisions were taken by it. So a second compilation on the same machine makes the same ones.
 """
 
 import json

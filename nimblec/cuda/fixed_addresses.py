@@ -1,8 +1,8 @@
 """Run a command without address space randomisation: ``python fixed_addresses.py PROGRAM ARGUMENT...``.
 
-Kernel parameters contain padding from the host's stack, and with it addresses, in which fewer bytes differ from one
-compilation to the next then; those of the heap may still. It is a script, so that the process imports nothing twice. If
-the system refuses, the command runs anyway.
+Kernel parameters contain padding with what was on the host's stack, addresses among it. Where these are fixed, fewer
+bytes differ from one compilation to the next; those of the heap may still. It is a script, so that the process imports
+nothing twice. If the system refuses, the command runs anyway.
 """
 
 import ctypes
