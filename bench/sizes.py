@@ -5,8 +5,8 @@ the sizes of the profiles ("1..64": powers of two and both ends). The processes 
 (bench/running.py), each compiles --workers plans at a time. Writes sizes.json in bench/results/gpu, or --output;
 --markdown prints its table. --add measures only what the file lacks of this commit.
 
-On one H200, `python -m bench.sizes --jobs 2 --stop-after 570` compiles twelve static plans and two for all sizes at
--O2, which is expected to take four to six minutes; with bench.models.sized:resnet50=1,8,64 alone about half of it.
+On one H200, `python -m bench.sizes --level 1 --jobs 2` compiles twelve static plans and two for all sizes, and takes
+two minutes.
 """
 
 import argparse

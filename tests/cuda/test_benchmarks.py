@@ -32,8 +32,9 @@ REPLAYS = 1000
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiling(gpu_compiler: "GpuCompiler") -> None:
-    for policy in POLICIES:
-        gpu_compiler.start(*MODELS, streams=policy)
+    for model in MODELS:  # in the order in which the tests wait for them
+        for policy in POLICIES:
+            gpu_compiler.start(model, streams=policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,6 +1,6 @@
 """compile(refittable=True) on a GPU: a refit of all weights equals a fresh compile with them, bit for bit.
 
-Both compilations choose the same kernels (`drawn_times`), of which the bits are.
+Both compilations choose the same kernels (`drawn_times`), as other kernels may give other bits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
