@@ -3,6 +3,7 @@
 Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
 """
 
+import _thread
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from copying import ORDERS, SHAPE, copying, drawn, on_gpu
 
 import nimblert
 from nimblert import Executable, InputError
+from nimblert.cuda.memory import DeviceMemory
+from nimblert.cuda.transfers import Inlet
 
 pytest_plugins = ("gpu_memory",)
 torch = pytest.importorskip("torch")
@@ -43,6 +46,23 @@ def test_what_is_bound_is_read_and_written_where_it_is(put: Callable[[np.ndarray
     model.bind("y", None)
     assert np.array_equal(model(drawn(6)), drawn(6))
     assert np.array_equal(y.cpu().numpy(), drawn(5))
+
+
+def test_ctrl_c_comes_before_or_after_a_binding(
+    put: Callable[[np.ndarray], Any], model: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, moved = laid_out_for(model, put(drawn(0))), Inlet.moved
+
+    def interrupted(inlet: Inlet, memory: DeviceMemory) -> None:
+        _thread.interrupt_main()
+        moved(inlet, memory)
+
+    monkeypatch.setattr(Inlet, "moved", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.bind("x", x)
+    for seed in (1, 2):
+        x.copy_(put(drawn(seed)))
+        assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
 
 
 def torch_synchronize(tensor: Any) -> None:

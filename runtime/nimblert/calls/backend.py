@@ -50,8 +50,11 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for what was enqueued."""
 
-    def bind(self, tensor: Tensor, array: Any) -> None:
-        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
+    def bind(self, tensor: Tensor, array: Any, commit: Commit) -> None:
+        """Use an array of the caller in place of an input or output; None restores the program's own memory.
+
+        ``commit`` is called once nothing else can fail.
+        """
 
     def own_address(self, tensor: Tensor) -> int:
         """The address of the program's own memory for an input or output."""

@@ -9,6 +9,7 @@ import numpy as np
 from nimblert.arrays import device_arrays, dlpack
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend
+from nimblert.calls.changing import Change, uninterrupted
 from nimblert.calls.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Program, Region, Tensor
@@ -86,19 +87,27 @@ class Bindings:
         Raises InputError where the array is the program's own memory for another output, which a run writes.
         """
         program, tensor, array = binding
+        bound = dict(self._bound)
         if array is None:
-            backend.bind(tensor, None)
-            del self._bound[tensor.name]
+            del bound[tensor.name]
         else:
             for other in program.outputs:
                 if other.name != tensor.name and _overlap(tensor, array, other, backend.own_address(other)):
                     raise InputError(
                         f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
                     )
-            backend.bind(tensor, array)
-            self._bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
+            bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
+
+        def commit(change: Change) -> None:
+            uninterrupted(partial(self._bind, change, bound, program))
+
+        backend.bind(tensor, array, commit)
+
+    def _bind(self, change: Change, bound: dict[str, _Bound], program: Program) -> None:
+        change()
+        self._bound = bound
         self.changes += 1
-        self.program = program if self._bound else None
+        self.program = program if bound else None
 
     def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arrays of a run, bound inputs included.

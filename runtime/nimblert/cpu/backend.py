@@ -188,7 +188,7 @@ class CpuBackend:
             vars(made).pop(steps, None)
         return made
 
-    def bind(self, tensor: Tensor, array: np.ndarray | None) -> None:
+    def bind(self, tensor: Tensor, array: np.ndarray | None, commit: Commit) -> None:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         pointer = tensor.pointer
         place = pointer.region, pointer.index
@@ -198,8 +198,10 @@ class CpuBackend:
         made._bound = self._bound - {tensor.name} if array is None else self._bound | {tensor.name}  # noqa: SLF001
         made._start_threads(self)  # noqa: SLF001
         old = copy(self)
-        self.__dict__ = vars(made)  # all at once: an error or Ctrl-C before this changes nothing
-        old._end()  # noqa: SLF001
+        try:
+            commit(partial(setattr, self, "__dict__", vars(made)))
+        finally:
+            (old if vars(self) is vars(made) else made)._end()  # noqa: SLF001
 
     def own_address(self, tensor: Tensor) -> int:
         """The address of the program's own memory for an input or output."""

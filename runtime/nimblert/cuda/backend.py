@@ -107,7 +107,6 @@ class CudaBackend:
             self._context = Context(device)
             owned.callback(self._context.close)
             self._device = device
-            self._scope = ExitStack()
             self._load(program, resident, working, poison=poison)
             self._owned = owned.pop_all()
 
@@ -131,10 +130,11 @@ class CudaBackend:
         self._direct: dict[tuple[Shapes, Shapes] | None, DeviceDirect] = {}
         self._launch_graph = driver.function("cuGraphLaunch")
         self._synchronize = driver.function("cuStreamSynchronize")
-        self._build(self.memory)
+        self._recording: Handle | None = None
+        self._scope, self._executable, self._calls = self._build(self.memory)
 
-    def _build(self, memory: DeviceMemory) -> None:
-        """Build the graph over ``memory``, in place of the one before."""
+    def _build(self, memory: DeviceMemory) -> tuple[ExitStack, Handle, WholeCalls]:
+        """The graph over ``memory`` and that of calls, and the scope that frees them."""
         with ExitStack() as scope:
             context = Context(self._device)
             scope.callback(context.close)
@@ -142,13 +142,11 @@ class CudaBackend:
             executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             self._synchronize(self._stream)
-            self._calls = WholeCalls(
+            calls = WholeCalls(
                 self._program, self._state, self.functions, memory, self._inlet, self._outlet, self._signal
             )
-            scope.callback(self._calls.close)
-            self._scope.close()
-            self._scope, self._executable = scope.pop_all(), executable
-            self._recording: Handle | None = None
+            scope.callback(calls.close)
+            return scope.pop_all(), executable, calls
 
     def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
         """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""
@@ -162,17 +160,26 @@ class CudaBackend:
     def _outlet_for(self, shapes: Shapes | None) -> Outlet:
         return self._outlet if shapes is None else self._outlet.cropped(shapes)
 
-    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
+    def bind(self, tensor: Tensor, array: DeviceArray | None, commit: Commit) -> None:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         self._context.make_current()
         self._in_flight.wait()
         address = self._own.address(tensor.pointer) if array is None else array.address
         memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
-        self._build(memory)
-        self.memory = memory
-        self._inlet.moved(memory)
-        self._outlet.moved(memory)
-        (self._bound.discard if array is None else self._bound.add)(tensor.name)
+        built, old = self._build(memory), self._scope
+
+        def change() -> None:
+            self._recording = None
+            self._scope, self._executable, self._calls = built
+            self.memory = memory
+            self._inlet.moved(memory)
+            self._outlet.moved(memory)
+            (self._bound.discard if array is None else self._bound.add)(tensor.name)
+
+        try:
+            commit(change)
+        finally:
+            (old if self._scope is built[0] else built[0]).close()
 
     def own_address(self, tensor: Tensor) -> int:
         """The device address of the program's own memory for an input or output."""
