@@ -177,6 +177,15 @@ def test_another_device(put: object, order: tuple[int, ...]) -> None:
 
 
 @on_host
+def test_the_gpu_of_a_call_is_current_afterwards(host: HostDriver) -> None:
+    first, second = (nimblert.load(copying(SHAPE, ORDERS["contiguous"]), device=device) for device in (0, 1))
+    with first, second:
+        for device, model in ((0, first), (1, second), (0, first)):
+            model(drawn(0))
+            assert host.current_device == device
+
+
+@on_host
 def test_a_call_takes_few_calls_of_the_driver(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
         x, tensor = drawn(0), put(drawn(0))
