@@ -1,7 +1,7 @@
 """Calls of sizes that no program is for: padded to the smallest program that covers them, or split into several runs.
 
-`Program.fits` holds what the compiler found out about each dimension. An axis has a dimension if its size is the
-dimension's in every program of the entry.
+`Program.fits` holds what the compiler found out about each dimension. An axis has a named dimension if its size
+equals that dimension's in every program of the entry.
 """
 
 from collections.abc import Mapping, Sequence

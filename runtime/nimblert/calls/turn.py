@@ -23,7 +23,7 @@ inner_threads: set[int] = set()
 
 
 class Guard:
-    """A lock that refuses the thread that has it, which would wait for itself: ``with guard.taken(), guard.lock``.
+    """A lock that raises, instead of deadlocking, when its holder takes it again: ``with guard.taken(), guard.lock``.
 
     Where nobody has the ``lock``, ``with guard.owner, guard.lock`` will do. The two are of the interpreter itself, so
     that no exception of a signal handler comes between them and the block, which must not be in a generator: one that
@@ -36,7 +36,7 @@ class Guard:
         self.owner = threading.RLock()
         self.lock = threading.Lock()
         self.family: Callable[[], Iterable[Guard]] = tuple
-        """Those that another thread may wait for while it has this one, as a refit does."""
+        """The guards that a thread which holds this one may wait for, as a refit does."""
         self._noun = noun
 
     @property

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _Library: TypeAlias = tuple[
     list[tuple[str, Callable[[Any], dlpack.Raw]]], Callable[[], int], Callable[[Any], bool] | None
 ]
-"""A reader for each input by name, as each is fastest on one layout; one of the stream that the library uses; and what
-tells whether an array is a negated view, see `device_arrays.is_negated`."""
+"""A reader for each input by name, as each is fastest on one layout; one of the stream that the library uses; and one
+that tells whether an array is a negated view, see `device_arrays.is_negated`."""
 
 
 class Loaded(Protocol):

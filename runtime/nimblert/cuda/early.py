@@ -1,8 +1,8 @@
 """Early launches: the graph of a call is launched first, and its uploads wait until the host has filled their memory.
 
 The host copies the arrays in parts, and counts them in a word of page-locked memory. Each part is uploaded once the
-word says that it is there, while the host copies the next one. An upload that has waited too long, as another thread
-kept the host from its work, leaves its part as it is, and the call launches its graph again.
+word says that it is there, while the host copies the next one. An upload that has waited too long, because another
+thread delayed the host, leaves its part as it is, and the call launches its graph again.
 
 An array that is in page-locked memory already is uploaded from there: the host only tells where it is.
 """
@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 _PROGRESS_NBYTES = 16
 _WORDS_NBYTES = 8
 _ELSEWHERE = 1 << 31
-"""With the number of parts, where the host has written the addresses of the arrays."""
+"""Added to the number of parts: the host has written the addresses of the arrays."""
 
 PART_NBYTES = 1 << 17
 """The size of a part."""

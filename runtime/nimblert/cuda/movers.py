@@ -68,7 +68,7 @@ class GatherKernels:
     def add_copy(self, built: Handle, dst: int, src: int, nbytes: int) -> Handle:
         """As `graph.add_copy`, by a kernel, which reaches page-locked memory too; not for 0 bytes.
 
-        It takes less time than the copy engine does to be told, and to tell that it has ended.
+        A kernel starts and completes with less latency than the copy engine.
         """
         itemsize = next(size for size in _ITEMSIZES if not (dst | src | nbytes) % size)
         mover = _GatherMover(self._functions[itemsize], Gather((nbytes // itemsize,), (1,)), itemsize)

@@ -22,8 +22,8 @@ class PageLockedArrays:
     """As `page_locked`, for arrays that are given again and again.
 
     The driver takes 8 us to answer, and 20 while a launch waits (an H100's host). It is asked neither about the memory
-    of our pools, nor about that of numpy and Python, which is taken for ordinary, nor again about an array or address
-    that was ordinary the last time: to copy an array is never wrong.
+    of our pools, nor about that of numpy and Python, which is taken for pageable, nor again about an array or address
+    found to be pageable the last time: copying an array is never wrong.
     """
 
     def __init__(self) -> None:

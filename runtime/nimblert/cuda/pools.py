@@ -109,7 +109,7 @@ class _Pool:
 class Lent:
     """A block in use, of ``nbytes`` at ``address``; it returns to its pool when this object is collected.
 
-    ``is_shared``: work on the GPU may use it that nobody has waited for, such as that of a library which was given it.
+    ``is_shared``: GPU work that nobody has waited for, such as that of a library which was given it, may still use it.
     """
 
     __slots__ = ("__array_interface__", "__weakref__", "_block", "_pool", "address", "is_shared", "nbytes")

@@ -395,7 +395,7 @@ class Outlet:
 
 
 def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable[..., Handle]:
-    """Adds a copy between the host and the GPU to a graph: a little by a kernel, more by the copy ``engine``."""
+    """Adds copies between host and GPU to a graph: small ones by a kernel, larger ones by the copy ``engine``."""
 
     def add(built: Handle, dst: int, src: int, nbytes: int) -> Handle:
         chosen = kernels.add_copy if nbytes <= _BY_KERNEL_NBYTES else engine
