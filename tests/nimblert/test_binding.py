@@ -115,6 +115,16 @@ def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Execu
     assert np.array_equal(tensor.numpy(), np.maximum(drawn(1), 0))
 
 
+def test_a_field_of_packed_records_cannot_be_bound(model: Executable) -> None:
+    """Its elements are 6 bytes apart, which is no number of elements."""
+    records = np.zeros(np.prod(SHAPE) + 8, [("a", np.float32), ("b", np.uint16)])["a"]
+    aligned = next(i for i in range(8) if (records.ctypes.data + 6 * i) % 16 == 0)
+    field = np.lib.stride_tricks.as_strided(records[aligned:], SHAPE, (32, 6))
+    for name in ("x", "y"):
+        with pytest.raises(InputError, match=rf"bind '{name}': strides \(32, 6\) in bytes, expected \(32, 4\)"):
+            model.bind(name, field)
+
+
 @pytest.mark.parametrize("name", ["x", "z"])
 def test_memory_of_another_output_cannot_be_bound(model: Executable, name: str) -> None:
     x = drawn(0)

@@ -24,7 +24,7 @@ _Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Binding(NamedTuple):
-    """An input or output of a program, and the array to use in place of its memory; None gives that back."""
+    """An input or output of a program, and the array to use in place of its memory; None restores that memory."""
 
     program: Program
     tensor: Tensor
@@ -51,7 +51,7 @@ class Bindings:
         self._bound: dict[str, _Bound] = {}
 
     def check(self, name: str, value: Any, take: Take) -> Binding:
-        """The binding of an input or output to an array of the caller; None gives its own memory back.
+        """The binding of an input or output to an array of the caller; None restores the plan's own memory.
 
         Raises InputError where the array cannot be bound, or nothing is.
         """
@@ -199,10 +199,11 @@ def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
         raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
     if not fills_memory(program, tensor):
         raise InputError(f"{where}: its region holds more than the tensor")
-    strides = array.strides if isinstance(array, DeviceArray) else tuple(s // array.itemsize for s in array.strides)
-    different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and strides[axis] != tensor.strides[axis]]
+    step, unit = (1, "elements") if isinstance(array, DeviceArray) else (array.itemsize, "bytes")
+    expected = tuple(stride * step for stride in tensor.strides)
+    different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and array.strides[axis] != expected[axis]]
     if different and tensor.span_nbytes:
-        raise InputError(f"{where}: strides {strides} in elements, expected {tensor.strides}")
+        raise InputError(f"{where}: strides {array.strides} in {unit}, expected {expected}")
     if _address(array) % VECTOR_NBYTES:
         raise InputError(
             f"{where}: address {_address(array):#x}, expected a multiple of {VECTOR_NBYTES}: give an array with memory "
