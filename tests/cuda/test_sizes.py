@@ -5,11 +5,12 @@ They run on a driver of host memory, too; see test_arrays.py.
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from copying import ORDERS, copying, drawn, laid_out
+from copying import ORDERS, copying, drawn, laid_out, on_host
 
 import nimblert
 from nimblert import InputError
@@ -78,6 +79,19 @@ def test_enqueued_calls_of_other_sizes(put: Callable[[np.ndarray], Any]) -> None
         outputs = [model.run({"x": tensor}, stream=stream)["y"] for tensor in tensors]
         model.synchronize()
         assert all(torch.equal(torch.from_dlpack(y), x) for y, x in zip(outputs, tensors, strict=True))
+
+
+@on_host
+def test_a_reversed_array_that_the_output_lies_over_is_found(put: Callable[[np.ndarray], Any]) -> None:
+    """Its first element has the highest address."""
+    del put
+    room = drawn(0, (12, *REST))
+    for x, y in ((room[:11][::-1], room[1:]), (room[1:], room[:11][::-1])):
+        given, taken = (SimpleNamespace(__cuda_array_interface__=array.__array_interface__) for array in (x, y))
+        with nimblert.load(sized(ORDERS["contiguous"], Fit.SPLIT)) as model:
+            with pytest.raises(InputError, match=r"out 'y': shares memory with an input, .* a call is 3 runs"):
+                model.run({"x": given}, out={"y": taken})
+            assert np.array_equal(room, drawn(0, (12, *REST)))
 
 
 def test_what_is_padded_is_not_split(put: Callable[[np.ndarray], Any]) -> None:

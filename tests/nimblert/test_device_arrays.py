@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +85,7 @@ def test_an_array_comes_by_the_interface() -> None:
     with pytest.raises(InputError, match="it has no memory"):
         device_arrays.take(value, 5)
     interface["shape"] = (0, 3)
-    assert device_arrays.take(value, 5).span_nbytes == 0
+    assert not device_arrays.take(value, 5).span
     for entry, sentence in (({"typestr": ">f2"}, "dtype >f2, expected <f2"), ({"mask": value}, "plans have no masks")):
         other = SimpleNamespace(__cuda_array_interface__={**interface, **entry})
         with pytest.raises(InputError, match=sentence):
@@ -137,6 +138,15 @@ def test_a_tensor_whose_numbers_lie_nowhere_is_refused() -> None:
         with pytest.raises(InputError, match="it has no memory, as a fake tensor has none"):
             device_arrays.at_once(tensor)
     assert device_arrays.at_once(empty) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.product((1, -1), repeat=3)))
+def test_the_span_is_from_the_lowest_byte_to_the_highest(order: tuple[int, ...]) -> None:
+    memory = np.zeros((4, 5, 6), np.int16)
+    array = memory[1:3, ::2, 2:5][tuple(slice(None, None, step) for step in order)]
+    value = SimpleNamespace(__cuda_array_interface__=array.__array_interface__)
+    span = device_arrays.take(value, 5).span
+    assert (span.start, span.stop) == np.lib.array_utils.byte_bounds(array)
 
 
 def test_what_is_on_no_gpu() -> None:

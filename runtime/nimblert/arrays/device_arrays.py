@@ -45,12 +45,14 @@ class DeviceArray:
     owner: Any = None
 
     @property
-    def span_nbytes(self) -> int:
-        """Bytes from the start of the first element to the end of the last."""
+    def span(self) -> range:
+        """The addresses from its lowest byte to its highest; none where it has no elements."""
         if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * ITEM_NBYTES[self.dtype]
+            return range(0)
+        ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        first, last = sum(end for end in ends if end < 0), sum(end for end in ends if end > 0)
+        itemsize = ITEM_NBYTES[self.dtype]
+        return range(self.address + first * itemsize, self.address + (last + 1) * itemsize)
 
 
 def place(value: Any) -> tuple[str, int] | None:

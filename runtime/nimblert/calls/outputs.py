@@ -39,9 +39,9 @@ def _step(array: np.ndarray | DeviceArray) -> int:
 
 
 def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray) -> bool:
-    """Whether two arrays share bytes; on a GPU, whether the ranges from their first to their last bytes overlap."""
+    """Whether two arrays share bytes; on a GPU, whether the ranges from their lowest to their highest overlap."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.shares_memory(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return False
-    return one.address < other.address + other.span_nbytes and other.address < one.address + one.span_nbytes
+    return one.span.start < other.span.stop and other.span.start < one.span.stop
