@@ -68,11 +68,13 @@ class Arena:
 
         Raises InputError while another run has it.
         """
-        if self._busy.locked() or self.owner is not None:
-            raise InputError("the arena is in use by another context: run one after the other")
-        with self._busy:
-            self.owner = steps
-            yield
+        if not self._busy.locked():
+            with self._busy:  # a run that has begun since is waited for; it may have left steps half done
+                if self.owner is None:
+                    self.owner = steps
+                    yield
+                    return
+        raise InputError("the arena is in use by another context: run one after the other")
 
     def close(self) -> None:
         """Free the memory; calling it twice is harmless."""

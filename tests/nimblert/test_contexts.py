@@ -269,6 +269,36 @@ def test_an_arena_in_use_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch
             assert np.array_equal(running.result(), expected)
 
 
+def test_an_arena_that_steps_take_at_the_last_moment_is_refused(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
+        x, context = {"x": drawn(0)}, model.context(arena=arena)
+        expected = model.run(x)["y"]
+        begun = []
+
+        class Late:
+            """A lock that is free when it is asked, and for which another context is faster."""
+
+            locked, __exit__ = arena._busy.locked, arena._busy.__exit__
+
+            def __enter__(self) -> None:
+                monkeypatch.undo()
+                steps = context.steps(x)
+                begun.append((steps, next(steps)))
+                arena._busy.acquire()
+
+        monkeypatch.setattr(arena, "_busy", Late())
+        with pytest.raises(InputError, match="the arena is in use by another context"):
+            model.run(x)
+        ((steps, _),) = begun
+        with pytest.raises(InputError, match="the arena is in use by another context"):
+            model.run(x)
+        assert len(list(steps)) == 2
+        last = model.plan.programs[0].outputs[0]
+        assert np.array_equal(context.read(last.pointer, last.span_nbytes), expected.view(np.uint8).reshape(-1))
+
+
 def test_an_arena_that_does_not_serve_is_refused(small: Path, large: Path) -> None:
     with Arena(16, target="cpu") as arena, pytest.raises(InputError, match="has 16 bytes, the plan needs"):
         nimblert.load(large, arena=arena)
