@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+import numpy as np
+
 from nimblert.errors import InputError
 from nimblert.files import container
 from nimblert.plan import Plan, Target
@@ -18,11 +20,13 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
-        """``nbytes`` on a GPU ("cuda", the ``device`` of that ordinal) or in host memory ("cpu")."""
+        """``nbytes`` on a GPU ("cuda", the ``device`` of that ordinal) or in host memory ("cpu"). Raises InputError."""
         targets = {kind.name.lower(): kind for kind in Target}
         if target not in targets:
             raise InputError(f"target {target!r}: expected one of {sorted(targets)}")
-        self.nbytes = nbytes
+        if not isinstance(nbytes, int | np.integer) or isinstance(nbytes, bool) or nbytes < 0:
+            raise InputError(f"arena: got {nbytes!r} bytes, expected a whole number of at least 0")
+        self.nbytes = int(nbytes)
         self.target = targets[target]
         self.device = device
         self.owner: object = None
