@@ -115,6 +115,18 @@ def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Execu
     assert np.array_equal(tensor.numpy(), np.maximum(drawn(1), 0))
 
 
+def test_a_name_of_an_input_and_an_output_cannot_be_bound(tmp_path: Path) -> None:
+    x = floats("x", *SHAPE)
+    path = write_model(tmp_path / "same.onnx", [node("Neg", ["x"], ["y"])], [x], [floats("y", *SHAPE), x])
+    with nimblert.load(plan_file(path)) as model:
+        with pytest.raises(InputError, match=r"^bind 'x': an input and an output have this name: give their arrays"):
+            model.bind("x", drawn(0))
+        model.bind("y", y := drawn(1))
+        out = np.zeros(SHAPE, np.float32)
+        assert model.run({"x": drawn(0)}, out={"x": out})["x"] is out
+        assert np.array_equal(out, -y)
+
+
 def test_a_field_of_packed_records_cannot_be_bound(model: Executable) -> None:
     """Its elements are 6 bytes apart, which is no number of elements."""
     records = np.zeros(np.prod(SHAPE) + 8, [("a", np.float32), ("b", np.uint16)])["a"]

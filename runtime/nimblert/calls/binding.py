@@ -63,6 +63,8 @@ class Bindings:
         if not found:
             names = [t.name for t in (*self._signature.programs[0].inputs, *self._signature.programs[0].outputs)]
             raise InputError(f"bind: {name!r} is not one of the plan's inputs and outputs {names}")
+        if len(found) > len(self._signature.programs):
+            raise InputError(f"bind {name!r}: an input and an output have this name: give their arrays with each run")
         array = owned(f"bind {name!r}", value, checked_array("bind", found[0][1], value, take))
         fitting = [(program, tensor) for program, tensor in found if tensor.shape == tuple(array.shape)]
         if not fitting:
