@@ -184,6 +184,15 @@ def test_an_output_is_given_as_it_would_be_taken(dtype: str) -> None:
         assert interface["data"] == (memory.ctypes.data, False)
 
 
+def test_an_output_is_exported_without_a_copy_or_not_at_all() -> None:
+    made, memory = output("float32")
+    for asked in ({"copy": None}, {"copy": False}, {"dl_device": (2, 0), "max_version": (1, 1), "copy": False}):
+        assert dlpack.from_capsule(made.__dlpack__(**asked)).address == memory.ctypes.data
+    for asked in ({"copy": True}, {"dl_device": (1, 0)}, {"dl_device": (2, 1)}, {"dl_device": (1, 0), "copy": True}):
+        with pytest.raises(BufferError, match="an output on a GPU is exported as it is"):
+            made.__dlpack__(**asked)
+
+
 class Owner:
     """Something that can be seen to go."""
 

@@ -198,9 +198,22 @@ class DeviceOutput:
         """DLPack's kind of device, CUDA, and the ordinal."""
         return dlpack.CUDA, self.device
 
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        """A capsule over the memory, which lives as long as the capsule or its consumer."""
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule over the memory, which lives as long as the capsule or its consumer.
+
+        Raises BufferError where a copy or another device is asked for, as the array API standard says.
+        """
         del stream  # complete, or written in the order of the caller's stream
+        del max_version  # every consumer reads the first
+        if copy or dl_device not in {None, self.__dlpack_device__()}:
+            raise BufferError("an output on a GPU is exported as it is: have the other library copy it")
         array = self._given()
         found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
         return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
