@@ -3,12 +3,14 @@
 import itertools
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nimblert.arrays.layouts import Gather, element_strides, gather, in_memory_order, is_dense, overlaps
+from nimblert.cuda import movers
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5)
 
@@ -67,7 +69,25 @@ def test_what_a_kernel_cannot_do_is_left_to_the_host() -> None:
     strides = dense_strides(many, range(10))
     assert gather(many, strides, strides) is not None
     assert gather(many, strides, dense_strides(many, [*range(0, 10, 2), *range(9, 0, -2)])) is None
-    assert gather((1 << 16, 1 << 16), (1 << 16, 1), (1 << 16, 1)) is None
+
+
+def test_a_kernel_counts_in_32_bits() -> None:
+    """A thread adds the threads of the grid to the last element that it copies, before it sees that there are none."""
+    height, grid = 1 << 16, movers._BLOCK * movers._MOST_BLOCKS
+    width = (1 << 16) - grid // height
+    most = gather((height, width), (width, 1), (1, height))
+    assert most is not None
+    assert most.count + grid == 1 << 32
+    assert gather((height, width + 1), (width + 1, 1), (1, height)) is None
+
+
+def test_plain_copies_are_of_any_size() -> None:
+    shape, strides = (1 << 17, 1 << 16), (1 << 16, 1)
+    whole = gather(shape, strides, strides)
+    assert whole == Gather((1 << 33,), (1,))
+    (step,) = movers._GatherMover(None, whole, 2).steps(4096, 512)
+    assert isinstance(step, partial)
+    assert step.keywords == {"dst": 4096, "src": 512, "nbytes": 1 << 34}
 
 
 def test_the_struct_is_the_kernels() -> None:

@@ -15,7 +15,8 @@ from nimblert.plan import Tensor
 MOST_AXES = 8
 """The most axes of a gather (layout.cu), after contiguous ones are merged."""
 
-_MOST_ELEMENTS = 1 << 32
+_MOST_ELEMENTS = (1 << 32) - (1 << 24)
+"""The most elements of a gather by a kernel: its threads count in 32 bits, up to a grid of 1 << 24 beyond the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Gather:
 def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Gather | None:
     """The gather that fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
 
-    None where the destination has gaps or overlaps, or the copy has more axes than a kernel takes.
+    None where the destination has gaps or overlaps, or the copy has more axes or elements than a kernel takes.
     """
-    if not is_dense(shape, to) or prod(shape) >= _MOST_ELEMENTS:
+    if not is_dense(shape, to):
         return None
     sizes: list[int] = []
     strides: list[int] = []
@@ -63,9 +64,9 @@ def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Ga
         else:
             sizes.append(shape[axis])
             strides.append(source[axis])
-    if len(sizes) > MOST_AXES:
-        return None
-    return Gather(tuple(sizes), tuple(strides)) if sizes else Gather((prod(shape),), (1,))
+    made = Gather(tuple(sizes), tuple(strides)) if sizes else Gather((prod(shape),), (1,))
+    is_for_kernel = len(sizes) <= MOST_AXES and made.count <= _MOST_ELEMENTS
+    return made if made.is_copy or is_for_kernel else None
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:

@@ -84,7 +84,7 @@ class _GatherMover(Mover):
         self.is_copy = function is None
         self._nbytes = gather.count * itemsize
         self._blocks = min(-(-gather.count // _BLOCK), _MOST_BLOCKS)
-        self._parameters = PackedParameters(gather.parameters(0, 0))
+        self._parameters = PackedParameters(b"" if function is None else gather.parameters(0, 0))
 
     def move(self, to: int, source: int, stream: Handle) -> None:
         if self._function is None:
