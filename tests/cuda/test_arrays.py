@@ -5,6 +5,7 @@ Most tests run on a driver of host memory, too, where tensors of the CPU are sai
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,6 +184,42 @@ def test_the_gpu_of_a_call_is_current_afterwards(host: HostDriver) -> None:
         for device, model in ((0, first), (1, second), (0, first)):
             model(drawn(0))
             assert host.current_device == device
+
+
+@on_host
+def test_an_array_of_the_interface_may_be_on_another_gpu(put: object, host: HostDriver) -> None:
+    """The interface does not tell."""
+    del put
+    x = drawn(1)
+
+    def allocated(ordinal: int) -> Any:
+        driver.Context(ordinal).make_current()
+        interface = x.__array_interface__ | {"data": (int(driver.call("cuMemAlloc", x.nbytes)), False)}
+        np.asarray(SimpleNamespace(__array_interface__=interface))[...] = x
+        return SimpleNamespace(__cuda_array_interface__=interface)
+
+    here, there = allocated(0), allocated(1)
+    on_the_host = SimpleNamespace(__cuda_array_interface__=x.__array_interface__)
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        uses = (
+            lambda: model(there),
+            lambda: model.bind("x", there),
+            lambda: model.run({"x": x}, out={"y": there}),
+        )
+        for use in uses:
+            with pytest.raises(InputError, match=r"'[xy]': is on GPU 1, the plan runs on GPU 0: copy it there"):
+                use()
+        host.managed.add(there.__cuda_array_interface__["data"][0])
+        for value in (here, there, on_the_host):
+            asked = host.calls["cuPointerGetAttributes"]
+            for _ in range(3):
+                assert np.array_equal(torch.from_dlpack(model(value)), x)
+            assert host.calls["cuPointerGetAttributes"] == asked + 1
+        host.devices = 1
+        with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as alone:
+            asked = host.calls["cuPointerGetAttributes"]
+            assert np.array_equal(torch.from_dlpack(alone(here)), x)
+            assert host.calls["cuPointerGetAttributes"] == asked
 
 
 @on_host

@@ -92,6 +92,8 @@ class HostDriver:
         self.waits: list[tuple[int, int]] = []
         self.copies: list[int] = []
         """The stream of each copy that was enqueued, and of each gather."""
+        self.managed: set[int] = set()
+        """Addresses of memory that every device reaches."""
         self.failing: dict[str, Any] = {}
         """The status that functions of these names return."""
         self.broken = False
@@ -107,6 +109,7 @@ class HostDriver:
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
         self._on_device: dict[int, int] = {}
+        self._ordinals: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         self._destroyed: set[int] = set()
         self._handles = 0
@@ -201,6 +204,7 @@ class HostDriver:
     def _cuMemAlloc(self, nbytes: int) -> Any:
         address = self._allocate(nbytes)
         self._on_device[address] = nbytes
+        self._ordinals[address] = self.current_device
         return real.CUdeviceptr(address)
 
     def _cuMemGetInfo(self) -> tuple[Any, int, int]:
@@ -216,6 +220,16 @@ class HostDriver:
         assert attribute == real.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         known = any(start <= address < start + memory.size for start, memory in self.allocated.items())
         return (_SUCCESS, real.CUdeviceptr(address)) if known else (_INVALID, None)
+
+    def _cuPointerGetAttributes(self, count: int, attributes: Sequence[Any], address: int) -> list[Any]:
+        names = [attribute.name.removeprefix("CU_POINTER_ATTRIBUTE_") for attribute in attributes]
+        assert names == ["MEMORY_TYPE", "IS_MANAGED", "DEVICE_ORDINAL"]
+        for start, memory in self.allocated.items():
+            if start <= address < start + memory.size:
+                kind = "DEVICE" if start in self._on_device else "HOST"
+                of_kind = int(getattr(real.CUmemorytype, f"CU_MEMORYTYPE_{kind}"))
+                return [of_kind, start in self.managed, self._ordinals.get(start, 0)]
+        return [0] * count
 
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
         if stream is not None:

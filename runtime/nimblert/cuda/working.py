@@ -6,6 +6,7 @@ from typing import Any
 
 from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.remembering import remembered
 from nimblert.cuda import driver
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
 from nimblert.cuda.memory import Bases, allocate, place_working
@@ -83,6 +84,9 @@ class CudaWorking:
     def __init__(self, plan: Plan, device: int, arena: DeviceArena | None, *, poison: bool) -> None:
         self._context = Context(device)
         self._device = device
+        self._is_only_gpu = driver.count() == 1
+        self._here: dict[int, bool] = {}
+        """Addresses that were found to be on this GPU, or within its reach: the driver takes 8 us to tell."""
         self._taking = threading.RLock()
         self._closed = False
         try:
@@ -103,18 +107,24 @@ class CudaWorking:
 
         Raises InputError where it is on another GPU, and once this is closed.
         """
-        if ordinal not in {self._device, -1}:
-            raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
+        self._check_here(ordinal)
         with self._taking:  # no other thread may record the event in between, or close this
             if self._closed:
                 raise InputError("the context that would read it is closed")
             self._context.make_current()
             reader = self.stream if stream is None else stream
             array = device_arrays.take(value, reader)
+            if ordinal == -1 and not self._is_only_gpu and array.address not in self._here:
+                self._check_here(_ordinal(array.address))
+                remembered(self._here, array.address, found=True)
             if array.stream is not None and array.stream != reader:
                 call("cuEventRecord", self._written, array.stream)
                 call("cuStreamWaitEvent", reader, self._written, 0)
             return array
+
+    def _check_here(self, ordinal: int) -> None:
+        if ordinal not in {self._device, -1}:
+            raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
 
     def stream_handle(self, stream: Any) -> int | None:
         """The handle of a stream of the caller, or None: an int, or what `__cuda_stream__` gives. Raises InputError.
@@ -142,3 +152,19 @@ class CudaWorking:
             self._closed = True
             self._kept.close()
             self._context.close()
+
+
+def _ordinal(address: int) -> int:
+    """The GPU whose memory an address is in; -1 for memory that all reach, and for what the driver does not know."""
+    kinds, asked = driver.bindings().CUmemorytype, driver.bindings().CUpointer_attribute
+    kind, is_managed, ordinal = call(
+        "cuPointerGetAttributes",
+        3,
+        [
+            asked.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            asked.CU_POINTER_ATTRIBUTE_IS_MANAGED,
+            asked.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        ],
+        address,
+    )
+    return int(ordinal) if kind == kinds.CU_MEMORYTYPE_DEVICE and not is_managed else -1
