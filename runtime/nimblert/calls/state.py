@@ -65,8 +65,9 @@ class State(Mapping[str, np.ndarray]):
     >>> exe.state["cache"] = np.zeros_like(cache)
 
     An assigned array has the tensor's dtype and shape, and may be anything that an input may be: an array of another
-    library by DLPack, and on the CUDA target one on the GPU. A scalar may be a number of Python. Raises InputError for
-    an unknown name, another dtype or shape, a closed context, and where another thread's run would have a call refused.
+    library by DLPack, and on the CUDA target one on the GPU. A scalar may be a number of Python, which np.float64 is,
+    too. Raises InputError for an unknown name, another dtype or shape, a closed context, and where another thread's run
+    would have a call refused.
     """
 
     def __init__(self, context: Owner) -> None:
