@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import nimblert
+from nimblert.plan import Fit, Program
 
 Arrays = dict[str, np.ndarray]
 
@@ -18,7 +19,7 @@ class Rows:
     """The main entry of a plan whose inputs and outputs all have the rows, the batch, as their first dimension.
 
     ``batch`` is the most rows that joined calls may have: those of the largest program if the plan takes every smaller
-    number too, else 0.
+    number too, and its rows do not depend on each other (the dimension is "split"); else 0.
     """
 
     def __init__(self, model: nimblert.Executable) -> None:
@@ -32,7 +33,7 @@ class Rows:
             if len(firsts) != 1 or firsts == {()}:
                 raise nimblert.InputError(f"{program.name!r}: expected a batch as the first dimension of every tensor")
             sizes.update(firsts.pop())
-        self.batch = max(sizes)
+        self.batch = max(sizes) if max(sizes) == 1 or _are_independent(model.entry().programs) else 0
         for count in range(1, max(sizes) + 1):
             try:
                 self.run(self.zeros(count))
@@ -67,6 +68,17 @@ class Rows:
     async def arun(self, arrays: Arrays) -> Arrays:
         """As `run`, while the event loop goes on."""
         return await asyncio.to_thread(self.run, arrays)
+
+
+def _are_independent(programs: Sequence[Program]) -> bool:
+    """Whether the compiler found that the rows of an entry's programs do not depend on each other."""
+    names = [
+        name
+        for name, _ in programs[0].profile
+        if all(dict(program.profile)[name] == program.inputs[0].shape[0] for program in programs)
+    ]
+    fits = [dict(zip(dict(program.profile), program.fits, strict=False)) for program in programs]
+    return len(names) == 1 and all(of.get(names[0]) is Fit.SPLIT for of in fits)
 
 
 class Batches:

@@ -13,7 +13,7 @@ from subprocesses import ROOT
 
 import nimblec
 import nimblert
-from nimblert.plan import Plan
+from nimblert.plan import Fit, Plan
 
 DIGITS = (0, 3, 7, 9)
 IMAGES = np.concatenate([np.load(ROOT / "samples" / f"digit_{digit}.npy") for digit in DIGITS])
@@ -52,9 +52,10 @@ def test_a_plan_of_one_size_runs_each_call_alone() -> None:
         assert asyncio.run(together(rows, [IMAGES[:1], IMAGES[1:2]])) == [[0], [3]]
 
 
-def test_a_plan_without_padding_runs_each_call_alone(plan: Plan) -> None:
-    exact = replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs))
-    with nimblert.load(exact) as model:
+@pytest.mark.parametrize("fits", [(), (Fit.PADDED,)])
+def test_a_plan_whose_rows_may_depend_on_each_other_runs_each_call_alone(plan: Plan, fits: tuple[Fit, ...]) -> None:
+    programs = tuple(replace(program, fits=fits) for program in plan.programs)
+    with nimblert.load(replace(plan, programs=programs)) as model:
         rows = Rows(model)
         assert rows.batch == 0
         assert asyncio.run(together(rows, [IMAGES[:2], IMAGES[2:], IMAGES])) == [[0, 3], [7, 9], list(DIGITS)]

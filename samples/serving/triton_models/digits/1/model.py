@@ -19,7 +19,7 @@ class TritonPythonModel:
         self._model = nimblert.load(Path(__file__).with_name("model.plan"), device=device)
         self._plan = Rows(self._model)
         if not self._plan.batch:
-            raise triton.TritonModelException("the plan does not take every number of rows: requests cannot be joined")
+            raise triton.TritonModelException("the plan's batch cannot be padded and split: requests cannot be joined")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """A response to each of these requests, which run as one batch; an invalid one fails alone."""
