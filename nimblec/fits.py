@@ -2,8 +2,9 @@
 
 A dimension may be padded if the elements beyond a call's own, whatever they hold, change no bit of its
 outputs, and if programs of different sizes agree on the elements that they share. It may be split if that
-also holds for the elements before a call's own. Both must hold for every program of an entry: a program
-for a single row cannot show how rows affect each other.
+also holds for the elements before a call's own, among values of any magnitude, and if it is one axis of each
+output. Both must hold for every program of an entry: a program for a single row cannot show how rows affect
+each other.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ _TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}
 
 _LARGE = {2: 10.0, 4: 1e3, 8: 1e3}
 """A factor for random padding, by bytes of a number: sums over it must be noticed, and must not overflow."""
+
+_EXTREME = {2: (1e2, 1e3), 4: (1e6, 1e30), 8: (1e6, 1e30)}
+"""Factors for random inputs that may overflow, by bytes of a number: a maximum over them must be noticed."""
 
 _LARGE_INTEGER = 1000
 """Above the pixel values of most images, and below the number of rows of most tables."""
@@ -143,7 +147,8 @@ class _Trial:
     def _fit(self, program: Program, name: str) -> Fit:
         """The calls with another size of one dimension that a program can serve."""
         size, others = dict(program.profile)[name], self._neighbours(program, name)
-        is_given = all(name in of for of in self._axes.outputs)
+        given = [of.count(name) for of in self._axes.outputs]
+        is_given = all(given)
         if not size or not others or name in self._axes.bound or not (is_given or self._is_masked(name)):
             return Fit.EXACT
         below = max((dict(p.profile)[name] for p in others), key=lambda n: (n < size, n))
@@ -152,7 +157,7 @@ class _Trial:
             return Fit.EXACT
         if not all(self._agree(program, other, name, at_end=False) for other in others):
             return Fit.EXACT
-        splits = is_given and self._is_alone_at_end(program, name)
+        splits = set(given) == {1} and self._is_alone_at_end(program, name) and self._is_alone_amid(program, name)
         return Fit.SPLIT if splits and all(self._agree(program, o, name, at_end=True) for o in others) else Fit.PADDED
 
     def _is_masked(self, name: str) -> bool:
@@ -189,6 +194,30 @@ class _Trial:
         if not self._same_between_ends(program, base, starts, {}):
             return False
         return self._bears(program, base, base, starts, {})
+
+    def _is_alone_amid(self, program: Program, name: str) -> bool:
+        """Whether values of any magnitude around the first and the last element leave their outputs unchanged.
+
+        Outputs that are not finite show nothing, nor does a run that refuses such integers, as indices.
+        """
+        base = self._drawn(program, _SEED)
+        for starts, stops in (({}, {name: 1}), ({name: dict(program.profile)[name] - 1}, {})):
+            expected = self._run(program, base, starts, stops)
+            for rest in self._extremes(program):
+                try:
+                    found = self._run(program, self._merged(program, base, rest, starts, stops), starts, stops)
+                except InputError:
+                    continue
+                if all(map(_is_finite, found)) and not _same(program, expected, found):
+                    return False
+        return True
+
+    def _extremes(self, program: Program) -> Iterator[Arrays]:
+        """Inputs of magnitudes that may overflow; integers only where no example bounds them."""
+        drawn = self._drawn(program, _SEED + 3)
+        for i in range(2):
+            scaled = {name: _scaled(a, _EXTREME.get(a.dtype.itemsize, (1, 1))[i]) for name, a in drawn.items()}
+            yield {**scaled, **self._wide(program, most=None)}
 
     def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
         """Whether runs on all of these give equal and finite outputs in the box."""
@@ -236,15 +265,15 @@ class _Trial:
         except InputError:
             return True
 
-    def _wide(self, program: Program) -> dict[str, np.ndarray]:
-        """Integers of any size, for the inputs that no example bounds and that may have them."""
-        drawn = {}
+    def _wide(self, program: Program, most: int | None = _LARGE_INTEGER) -> dict[str, np.ndarray]:
+        """Integers up to ``most``, or of any size, for the inputs that no example bounds and that may have them."""
+        drawn, random = {}, np.random.default_rng(_SEED)
         for tensor in program.inputs:
             dtype = numpy_dtype(tensor.dtype)
             is_free = dtype.kind in "iu" and tensor.sample_range is None and tensor.name not in self._masks
             if is_free and (dtype.itemsize == 1 or self._may_fail):
-                most = min(np.iinfo(dtype).max, _LARGE_INTEGER)
-                drawn[tensor.name] = np.random.default_rng(_SEED).integers(0, most, tensor.shape, dtype, endpoint=True)
+                largest = min(np.iinfo(dtype).max, most or np.iinfo(dtype).max)
+                drawn[tensor.name] = random.integers(0, largest, tensor.shape, dtype, endpoint=True)
         return drawn
 
     def _agree(self, one: Program, other: Program, name: str, *, at_end: bool) -> bool:
@@ -299,7 +328,8 @@ class _Trial:
     def _garbage(self, program: Program) -> Iterator[dict[str, np.ndarray]]:
         """Other inputs of usual size, and large ones."""
         yield self._drawn(program, _SEED + 1)
-        yield {name: _enlarged(array) for name, array in self._drawn(program, _SEED + 2).items()}
+        drawn = self._drawn(program, _SEED + 2)
+        yield {name: _scaled(array, _LARGE.get(array.dtype.itemsize, 1.0)) for name, array in drawn.items()}
 
 
 def _box(of: Axis, starts: Sizes, stops: Sizes) -> tuple[slice, ...]:
@@ -307,10 +337,8 @@ def _box(of: Axis, starts: Sizes, stops: Sizes) -> tuple[slice, ...]:
     return tuple(slice(None) if name is None else slice(starts.get(name), stops.get(name)) for name in of)
 
 
-def _enlarged(array: np.ndarray) -> np.ndarray:
-    if array.dtype.kind in "biu":
-        return array
-    return (array * _LARGE.get(array.dtype.itemsize, 1.0)).astype(array.dtype)
+def _scaled(array: np.ndarray, factor: float) -> np.ndarray:
+    return array if array.dtype.kind in "biu" else (array * factor).astype(array.dtype)
 
 
 def _away_from_zero(array: np.ndarray, sign: int) -> np.ndarray:

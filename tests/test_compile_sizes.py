@@ -18,6 +18,7 @@ from sized_models import (
     attention,
     integers_less_the_largest,
     largest_under_a_mask,
+    products_of_rows,
     rows_model,
     unlike_rows,
 )
@@ -142,6 +143,17 @@ def test_runs_find_out_which_sizes_a_program_serves(tmp_path: Path, what: str) -
                     executable(x)
 
 
+def test_an_output_with_two_axes_of_a_dimension_is_padded_and_not_split(tmp_path: Path) -> None:
+    plan = nimblec.compile(products_of_rows(tmp_path / "rows.onnx"), target="cpu", dims={"batch": (2, 4)})
+    assert {fit for program in plan.programs for fit in program.fits} == {Fit.PADDED}
+    with nimblert.load(plan) as executable:
+        for rows in (1, 2, 3, 4):
+            x = np.random.default_rng(rows).standard_normal((rows, 4)).astype(np.float32)
+            np.testing.assert_allclose(executable(x), x @ x.T, rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for batch=2, 4: give 1 to 4"):
+            executable(np.ones((6, 4), np.float32))
+
+
 @pytest.mark.parametrize("operator", ["ReduceMax", "ReduceMin", "ReduceSum"])
 def test_zeros_that_a_mask_leaves_may_not_be_the_most_or_the_least(tmp_path: Path, operator: str) -> None:
     model = largest_under_a_mask(tmp_path / "masked.onnx", operator)
@@ -150,11 +162,16 @@ def test_zeros_that_a_mask_leaves_may_not_be_the_most_or_the_least(tmp_path: Pat
     assert {fit for program in plan.programs for fit in program.fits} == {expected}
 
 
-@pytest.mark.parametrize("dtype", [TensorProto.UINT8, TensorProto.INT64])
-def test_integers_of_any_size_are_tried(tmp_path: Path, dtype: TensorProto.DataType) -> None:
-    model = integers_less_the_largest(tmp_path / "integers.onnx", dtype)
+@pytest.mark.parametrize(
+    ("dtype", "least", "expected"),
+    [(TensorProto.UINT8, 100, Fit.EXACT), (TensorProto.INT64, 100, Fit.EXACT), (TensorProto.INT64, 5000, Fit.PADDED)],
+)
+def test_integers_of_any_size_are_tried(
+    tmp_path: Path, dtype: TensorProto.DataType, least: int, expected: Fit
+) -> None:
+    model = integers_less_the_largest(tmp_path / "integers.onnx", dtype, least)
     plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4)})
-    assert {fit for program in plan.programs for fit in program.fits} == {Fit.EXACT}
+    assert {fit for program in plan.programs for fit in program.fits} == {expected}
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,11 @@ def test_fits_that_the_shapes_contradict_are_refused() -> None:
         (of_programs(twice, fits=lambda _: (Fit.EXACT,)), None),
         (
             of_programs(plan, outputs=lambda p: (p.outputs[0], reshaped(p.outputs[1], (2, 2)))),
-            "fits: 'rows' is SPLIT, and an output has no axis of it",
+            "fits: 'rows' is SPLIT, expected one axis of it in each output",
+        ),
+        (
+            of_programs(plan, outputs=lambda p: (p.outputs[0], reshaped(p.outputs[1], 2 * (p.profile[0][1],)))),
+            "fits: 'rows' is SPLIT, expected one axis of it in each output",
         ),
         (
             replace(

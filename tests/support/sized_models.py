@@ -44,6 +44,15 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
         ],
         "padded",
     ),
+    "divided by the largest of all, at least 8192": (
+        [
+            node("Abs", ["x"], ["sizes"]),
+            node("ReduceMax", ["sizes"], ["largest"], keepdims=1),
+            node("Max", ["largest", "many"], ["divisor"]),
+            node("Div", ["x", "divisor"], ["y"]),
+        ],
+        "padded",
+    ),
     "alone": ([node("Softmax", ["x"], ["y"], axis=1)], "split"),
 }
 """Nodes from x (batch x 4) to y (batch x 4), and how sizes of the dimension may be served."""
@@ -51,7 +60,13 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
 
 def unlike_rows(path: Path, what: str) -> Path:
     """One of `UNLIKE_ROWS`."""
-    constants = {"zero": np.array(0), "one": np.array(1), "zeros": np.array([0]), "ones": np.array([1])}
+    constants = {
+        "zero": np.array(0),
+        "one": np.array(1),
+        "zeros": np.array([0]),
+        "ones": np.array([1]),
+        "many": np.array(8192, np.float32),
+    }
     nodes, _ = UNLIKE_ROWS[what]
     used = {name for of in nodes for name in of.input}
     return write_model(
@@ -61,6 +76,12 @@ def unlike_rows(path: Path, what: str) -> Path:
         [floats("y", "batch", 4)],
         constants={name: array for name, array in constants.items() if name in used},
     )
+
+
+def products_of_rows(path: Path) -> Path:
+    """Y (batch x batch): the product of each two rows of x (batch x 4)."""
+    nodes = [node("Transpose", ["x"], ["columns"]), node("MatMul", ["x", "columns"], ["y"])]
+    return write_model(path, nodes, [floats("x", "batch", 4)], [floats("y", "batch", "batch")])
 
 
 def largest_under_a_mask(path: Path, operator: str) -> Path:
@@ -74,15 +95,15 @@ def largest_under_a_mask(path: Path, operator: str) -> Path:
     return write_model(path, nodes, inputs, [floats("y", 1, 1)])
 
 
-def integers_less_the_largest(path: Path, dtype: TensorProto.DataType) -> Path:
-    """Integers x (batch x 4) as floats, divided by the largest of all or by 100: y."""
+def integers_less_the_largest(path: Path, dtype: TensorProto.DataType, least: int) -> Path:
+    """Integers x (batch x 4) as floats, divided by the largest of all and of ``least``: y."""
     nodes = [
         node("Cast", ["x"], ["numbers"], to=TensorProto.FLOAT),
         node("ReduceMax", ["numbers"], ["largest"], keepdims=1),
-        node("Max", ["largest", "hundred"], ["divisor"]),
+        node("Max", ["largest", "least"], ["divisor"]),
         node("Div", ["numbers", "divisor"], ["y"]),
     ]
-    constants = {"hundred": np.array(100, np.float32)}
+    constants = {"least": np.array(least, np.float32)}
     return write_model(path, nodes, [("x", dtype, ("batch", 4))], [floats("y", "batch", 4)], constants=constants)
 
 

@@ -61,8 +61,7 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
     if not any(program.fits for program in programs.values()):
         return
     axes = Axes(list(programs.values()))
-    taken, given = ({name for of in side for name in of} for side in (axes.inputs, axes.outputs))
-    everywhere = {name for name in given if all(name in of for of in axes.outputs)}
+    taken = {name for of in axes.inputs for name in of}
     for i, program in programs.items():
         path = f"programs[{i}].fits"
         if len(program.fits) != len(program.profile):
@@ -73,7 +72,7 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 continue
             if name not in taken or name in axes.bound or size < 1:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
-            elif fit is Fit.SPLIT and name not in everywhere:
-                yield f"{path}: {name!r} is SPLIT, and an output has no axis of it"
+            elif fit is Fit.SPLIT and any(of.count(name) != 1 for of in axes.outputs):
+                yield f"{path}: {name!r} is SPLIT, expected one axis of it in each output"
             elif writes_state(plan.state, program):
                 yield f"{path}: {name!r} is {fit.name}, and the program writes the state"
