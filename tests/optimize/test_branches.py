@@ -142,6 +142,11 @@ def _broadcast(x: Tensor) -> Tensor:
     return _conv(x, 3, out=1) + _norm(x)
 
 
+def _broadcast_pixel(x: Tensor) -> Tensor:
+    """A kernel as large as the images, whose one pixel is added to each of the other branch."""
+    return functional.conv2d(x, _random(8, 8, 9, 7)) + _conv(x, 1)
+
+
 def _weighted(x: Tensor) -> Tensor:
     return torch.add(_conv(x, 3), _conv(x, 1), alpha=2)
 
@@ -156,6 +161,7 @@ def _weighted(x: Tensor) -> Tensor:
         _other_place,
         _plain_residual,
         _broadcast,
+        _broadcast_pixel,
         _weighted,
     ],
 )

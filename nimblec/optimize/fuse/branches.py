@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nimblec.graph.affine import read_affine
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.graph.vocabulary import CONVOLUTION
+from nimblec.graph.vocabulary import CONVOLUTION, is_like
 from nimblec.graph.weights import Weights, constant_weights, rounded_weights
 from nimblec.optimize.fuse.batch_norm import fold_batch_norm
 
@@ -53,7 +53,8 @@ def join_branches(module: fx.GraphModule) -> None:
 def _joined(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     """The convolution that computes the sum ``node``; None where none does, or rounding would lose too much."""
     terms, signs = node.args[:2], (1, _SIGNS[node.target])  # type: ignore[index]
-    if node.kwargs.get("alpha", 1) != 1:
+    is_broadcast = not all(isinstance(term, fx.Node) and is_like(term, node) for term in terms)
+    if is_broadcast or node.kwargs.get("alpha", 1) != 1:
         return None
     for (large, sign), (other, other_sign) in permutations(zip(terms, signs, strict=True)):
         like = _convolution(rewriter, large)
