@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from nimblec.errors import ArgumentError
+from nimblec.errors import ArgumentError, CompileError
 from nimblert.plan import ITEM_NBYTES, Profile
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
@@ -316,6 +316,20 @@ def _constant(name: str, value: Any) -> np.ndarray:
 
 def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
     return tuple((name, _array(name, example)) for name, example in _named(value))
+
+
+def sample_range(name: str, example: np.ndarray) -> tuple[int, int] | None:
+    """The range of an integer input's example, which bounds integers drawn later.
+
+    A plan holds it as int64: integers that are larger are not drawn. Raises CompileError where all are.
+    """
+    if example.dtype.kind not in "iu" or not example.size:
+        return None
+    low, high = int(example.min()), int(example.max())
+    largest = 2**63 - 1
+    if low > largest:
+        raise CompileError(f"input {name!r}: its example holds only integers above 2**63 - 1: give a smaller one too")
+    return low, min(high, largest)
 
 
 def _array(name: str, example: Any) -> np.ndarray:

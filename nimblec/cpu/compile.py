@@ -25,7 +25,7 @@ from nimblec.installation import VERSION
 from nimblec.ir import Graph, KernelWork, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
-from nimblec.options import InputSpec, Options
+from nimblec.options import InputSpec, Options, sample_range
 from nimblec.planning import choose_schedule
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
@@ -243,8 +243,7 @@ def _examples(options: Options) -> tuple[InputSpec, ...]:
 
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
-    integers = {name: array for name, array in options.examples if array.dtype.kind in "iu" and array.size}
-    return {name: (int(array.min()), int(array.max())) for name, array in integers.items()}
+    return {name: found for name, array in options.examples if (found := sample_range(name, array)) is not None}
 
 
 def _versions() -> tuple[tuple[str, str], ...]:

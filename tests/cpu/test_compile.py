@@ -31,6 +31,7 @@ from nimblert import executable, golden
 from nimblert.cpu.onnx_session import session_options
 from nimblert.cpu.onnx_threads import Pool, cores
 from nimblert.files import container
+from nimblert.plan import Plan
 
 node = helper.make_node
 
@@ -98,6 +99,22 @@ def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> No
     assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))
     with executable.load(plan) as model:
         np.testing.assert_array_equal(model(np.array([12, 9, 9]))[:, 0], [120, 0, 0])
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_range_ends_with_the_largest_integer_that_a_plan_holds(is_module: bool, tmp_path: Path) -> None:
+    x = ("x", TensorProto.UINT64, (2,))
+    path = write_model(tmp_path / "m.onnx", [node("Identity", ["x"], ["y"])], [x], [("y", *x[1:])])
+
+    def made(*example: int) -> Plan:
+        array = np.array(example, np.uint64)
+        if is_module:
+            return nimblec.compile(lambda x: x.float(), torch.from_numpy(array), target="cpu")
+        return nimblec.compile(path, target="cpu", examples={"x": array})
+
+    assert made(7, 2**64 - 1).programs[0].inputs[0].sample_range == (7, 2**63 - 1)
+    with pytest.raises(CompileError, match=r"input 'x': its example holds only integers above 2\*\*63 - 1: give"):
+        made(2**63, 2**64 - 1)
 
 
 def test_sums_that_are_cut_by_threads_are_compared_on_one(tmp_path: Path) -> None:

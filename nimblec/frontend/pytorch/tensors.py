@@ -59,14 +59,6 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise CompileError(f"an input of shape {tuple(shape)} takes more memory than is here") from exc
 
 
-def sample_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The range of an integer input's example, which bounds inputs drawn later."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool or not tensor.numel():
-        return None
-    values = tensor.to(torch.int64)
-    return int(values.min()), int(values.max())
-
-
 def resized(array: T, shape: tuple[int, ...]) -> T:
     """The array repeated or cut along each axis: the numbers stay among those that it has."""
     if tuple(array.shape) == shape or len(array.shape) != len(shape) or not all(array.shape):
