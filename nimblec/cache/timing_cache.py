@@ -51,7 +51,7 @@ class TimingCache:
         return tuple(self._notes)
 
     def save(self) -> None:
-        """Add new times to the file, which another process may have written meanwhile."""
+        """Add new times to the file; those that another process has written there meanwhile stay."""
         if not self._new:
             return
         known = self._read()
@@ -60,7 +60,7 @@ class TimingCache:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as file:
-                file.write(json.dumps(known | self._new, sort_keys=True).encode())
+                file.write(json.dumps(self._new | known, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
@@ -137,7 +137,8 @@ class CachedTimer:
     def _command_keys(self, plan: Plan) -> list[str]:
         program = plan.programs[0]
         for index, module in enumerate(plan.modules):
-            self._code.setdefault(index, sha256(module.code).hexdigest())
+            if index not in self._code:
+                self._code[index] = sha256(module.code).hexdigest()
         work = (c for c in program.commands if not isinstance(c, Record | Wait))
         return [self._key(*self._describe(plan, command)) for command in work]
 

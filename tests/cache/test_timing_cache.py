@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from command_line import CommandLine
 from plans import cuda_plan
 from subprocesses import ROOT
 
+from nimblec.cache import timing_cache
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
 from nimblert.plan import Command, Device, Launch, Memcpy, Memset, Plan, Pointer, Region, Wait
 
@@ -66,6 +68,16 @@ def test_a_time_that_is_known_is_not_replaced(tmp_path: Path) -> None:
     assert cached.command_durations(longer) == [*first, 2000 + len(first)]
     assert timer.calls == 2
     assert cached.command_durations(plan) == first
+
+
+def test_code_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[object] = []
+    monkeypatch.setattr(timing_cache, "sha256", lambda content: (hashed.append(content), sha256(content))[1])
+    plan = cuda_plan()
+    cached = CachedTimer(_CountingTimer(), TimingCache(tmp_path / "t.json"), Device(name="x"))
+    for _ in range(2):
+        cached.duration(plan)
+    assert [sum(content is module.code for content in hashed) for module in plan.modules] == [1] * len(plan.modules)
 
 
 NEW = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1000)
@@ -128,7 +140,7 @@ def test_what_a_run_may_take_longer_for_is_in_its_key(tmp_path: Path, what: str)
 def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     one, other = TimingCache(path), TimingCache(path)
-    one["a"], other["b"] = 1, 2
+    one["a"], other["a"], other["b"] = 1, 3, 2
     one.save()
     other.save()
     assert json.loads(path.read_text()) == {"a": 1, "b": 2}
