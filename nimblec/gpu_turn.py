@@ -43,7 +43,7 @@ def timing_alone() -> Iterator[None]:
     """Hold the lock on timing kernels on the first GPU.
 
     Holders keep it for a few milliseconds. After ten seconds, for example because the holder is stopped, the wait
-    ends without the lock. Without a writable cache folder there is no lock.
+    ends without the lock. Without a writable cache folder, on a file system that has locks, there is none.
     """
     folder = _folder()
     with nullcontext() if folder is None else locked(folder / f"timing-{_gpu()}.lock"):
@@ -67,7 +67,9 @@ def _gpu() -> str:
 
 @contextmanager
 def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
-    """Hold a lock on ``path``, which is created if needed, or go on without it after that many ``pauses``.
+    """Hold a lock on ``path``, which is created if needed.
+
+    Go on without it after that many ``pauses``, and where it cannot be had at all.
 
     A waiting process holds a second lock, ``path`` with ".next", which has to be taken first: so a process that times
     kernels continuously lets others in.
@@ -91,5 +93,9 @@ def _lock(file: IO[bytes], pauses: int) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_PAUSE_S)
+        except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
+            return  # the file system has no locks
         else:
             return

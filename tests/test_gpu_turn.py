@@ -1,6 +1,8 @@
 """Processes that time kernels on a GPU wait for each other."""
 
+import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +77,26 @@ def test_nobody_waits_where_no_file_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with locked(tmp_path / "file" / "gpu.lock"):
         assert not (tmp_path / "file").is_dir()
+
+
+def test_nobody_waits_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    reached = False
+    with locked(tmp_path / "gpu.lock"):
+        reached = True
+    assert reached
+
+
+def test_an_error_of_a_signal_handler_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise TimeoutError("alarm")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(TimeoutError, match="alarm"), locked(tmp_path / "gpu.lock"):
+        pass
 
 
 def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
