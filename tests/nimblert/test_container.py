@@ -100,6 +100,16 @@ def test_pipe(tmp_path: Path) -> None:
     assert refusal(tmp_path / "pipe") == "is not a regular file, expected a plan file"
 
 
+def test_an_error_of_a_signal_handler_is_none_of_the_file(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fstat(_: int) -> None:
+        raise TimeoutError("alarm")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fstat)
+        with pytest.raises(TimeoutError, match="alarm"):
+            container.read(plan_path)
+
+
 def test_path_below_a_file(plan_path: Path) -> None:
     assert refusal(plan_path / "inside") == "cannot be read: Not a directory"
 

@@ -23,6 +23,7 @@ from nimblert.calls.backend import Backends
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.onnx_session import SessionCache
 from nimblert.errors import InputError
+from nimblert.files.safetensors import Arrays
 
 WIDTH = 64
 node = helper.make_node
@@ -276,6 +277,20 @@ def test_a_safetensors_file(model: Executable, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="weight 'more': not one of the 3"):
         model.refit(tmp_path / "more.safetensors")
     assert np.array_equal(model.run(INPUTS)["y"], expected)
+
+
+def test_an_error_of_a_signal_handler_is_none_of_the_file(
+    model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="needs safetensors: not installed")
+    numpy_files.save_file(weights(5), tmp_path / "new.safetensors")
+
+    def interrupted(_: object) -> None:
+        raise TimeoutError("alarm")
+
+    monkeypatch.setattr(Arrays, "__iter__", interrupted)
+    with pytest.raises(TimeoutError, match="alarm"):
+        model.refit(tmp_path / "new.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", bytes(100), b"\xff" * 16, None])

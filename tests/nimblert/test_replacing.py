@@ -43,6 +43,25 @@ def test_the_old_file_stays_where_writing_fails(tmp_path: Path, error: BaseExcep
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_of_a_signal_handler_is_none_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="alarm"):
+        write_and_fail(tmp_path / "file", TimeoutError("alarm"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_a_signal_handler_ends_a_look_for_abandoned_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".nimblec-theirs").mkdir()
+
+    def lstat(path: Path) -> None:
+        raise TimeoutError(path.name)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(TimeoutError, match=r"^\.nimblec-theirs$"), scratch_folder(tmp_path):
+        pass
+
+
 def special_files(folder: Path) -> dict[str, Path]:
     """One of each kind that a test may make, by what it is called."""
     os.mkfifo(folder / "pipe")

@@ -160,6 +160,8 @@ def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
     except IsADirectoryError as exc:
         raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
     except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
         raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a null character in the path, more than can be mapped
         raise PlanError(f"{name(path)!r}: cannot be read: {exc}") from exc

@@ -54,4 +54,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             temporary.replace(destination(path))
     except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
         raise NimbleError(f"{path}: cannot be written: {exc.strerror}; nothing was changed there") from exc

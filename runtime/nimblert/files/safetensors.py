@@ -66,10 +66,11 @@ def opened(path: str | PathLike[str]) -> Iterator[Arrays]:
     try:
         if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
             raise InputError(f"{name}: is no regular file, expected a safetensors file")
-        with safe_open(name, framework="numpy") as file:
-            yield Arrays(file, name)
+        file = safe_open(name, framework="numpy")
     except (OSError, SafetensorError) as exc:
         raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
+    with file:
+        yield Arrays(file, name)
 
 
 def write(path: str | PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:

@@ -58,7 +58,9 @@ def _remove_abandoned(parent: Path) -> None:
             with (folder / _LOCK).open("rb") as file:
                 if _is_free(file):
                     shutil.rmtree(folder)
-        except OSError:
+        except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
             continue  # another process was faster, or it is not one of ours
 
 
