@@ -1,6 +1,5 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,10 +132,10 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 @contextmanager
 def _folder(output: Path | None) -> Iterator[Path]:
     """A folder to build the file in, beside its final place, so that renaming it is atomic."""
-    parent = destination(output).parent if output else Path(tempfile.gettempdir())
+    parent = destination(output).parent if output else None
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(scratch_folder(parent))
         except OSError as exc:
-            raise CompileError(f"{output or parent}: nothing can be written in {parent}: {exc.strerror}") from exc
+            raise CompileError(f"{output}: nothing can be written in {parent}: {exc.strerror}") from exc
         yield folder

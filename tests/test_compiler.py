@@ -1,5 +1,6 @@
 """The pipeline's edges: what is asked for is not here, not installed, or not a model."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from subprocesses import python
 
 import nimblec
 from nimblec.errors import missing_package
+from nimblert.errors import NimbleError
 
 BLOCKED = """
 import sys
@@ -53,6 +55,14 @@ def test_a_module_of_the_users_own_is_not_ours_to_bring() -> None:
 def test_a_name_of_nothing_is_refused(model: str, sentence: str) -> None:
     with pytest.raises(nimblec.CompileError, match=sentence):
         nimblec.compile(model, target="cpu")
+
+
+def test_a_compilation_without_a_folder_for_temporary_files_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No such .*: set TMPDIR"):
+        nimblec.compile(Path(__file__).parents[1] / "samples" / "digits.onnx", target="cpu")
 
 
 def test_a_folder_named_like_a_model_is_refused_as_what_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import tempfile
 import threading
 import tracemalloc
 import weakref
@@ -19,7 +20,7 @@ from onnx import helper
 from subprocesses import python
 
 import nimblert
-from nimblert.errors import InputError
+from nimblert.errors import InputError, NimbleError
 from nimblert.executable import Executable
 
 LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 60
@@ -268,6 +269,16 @@ for _ in range(5):
         failed += str(exc) == "no"
 print(failed, threads_beyond(before))
 """
+
+
+@pytest.mark.parametrize("found", [None, "missing"])
+def test_a_load_without_a_folder_for_temporary_files_says_what_to_set(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", found and str(tmp_path / found))
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No .*: set TMPDIR to a folder"):
+        nimblert.load(path)
 
 
 def test_a_load_that_fails_leaves_no_threads(path: Path) -> None:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from nimblert.errors import NimbleError
+
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
 _LOCKED_AFTER_S = 3600.0
@@ -23,16 +25,33 @@ _LOCKED_AFTER_S = 3600.0
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in ``parent``, by default that of temporary files, removed at the end. Raises OSError."""
-    parent = parent or Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    """A new folder in ``parent``, by default that of temporary files, removed at the end.
+
+    Raises OSError where none can be made in ``parent``, and NimbleError where there is no place for temporary files.
+    """
+    folder = _temporary() if parent is None else _made(parent)
     # A TemporaryDirectory would be removed as the interpreter shuts down, while a daemon thread may still use it.
     try:
         with _locked(folder):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary() -> Path:
+    try:
+        return _made(Path(tempfile.gettempdir()))
+    except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
+        raise NimbleError(
+            f"no folder for temporary files can be made: {exc.strerror}: set TMPDIR to a folder that can be written"
+        ) from exc
+
+
+def _made(parent: Path) -> Path:
+    _remove_abandoned(parent)
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
 
 
 @contextmanager
