@@ -11,11 +11,13 @@ Observer: TypeAlias = Callable[[str, float | None], None]
 
 @contextmanager
 def stage(observer: Observer, name: str) -> Iterator[None]:
-    """Time the block as a stage."""
+    """Time the block as a stage, which ends where it fails too: another variant may then be tried."""
     observer(name, None)
     begin = time.perf_counter()
-    yield
-    observer(name, time.perf_counter() - begin)
+    try:
+        yield
+    finally:
+        observer(name, time.perf_counter() - begin)
 
 
 class Stopwatch:

@@ -8,6 +8,7 @@ from subprocesses import python
 
 import nimblec
 from nimblec.errors import missing_package
+from nimblec.stages import stage
 from nimblert.errors import NimbleError
 
 BLOCKED = """
@@ -63,6 +64,15 @@ def test_a_compilation_without_a_folder_for_temporary_files_says_what_to_set(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No such .*: set TMPDIR"):
         nimblec.compile(Path(__file__).parents[1] / "samples" / "digits.onnx", target="cpu")
+
+
+def test_a_stage_that_fails_ends() -> None:
+    observed: list[tuple[str, float | None]] = []
+    with pytest.raises(nimblec.CompileError), stage(lambda *event: observed.append(event), "check"):
+        raise nimblec.CompileError
+    (_, begin), (name, end) = observed
+    assert (begin, name) == (None, "check")
+    assert end is not None
 
 
 def test_a_folder_named_like_a_model_is_refused_as_what_it_is(tmp_path: Path) -> None:
