@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -33,18 +33,15 @@ def prompt_interrupts() -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     watcher = threading.Thread(target=_watch, args=(read_end, heard), daemon=True)
-    handler = signal.signal(signal.SIGINT, raise_interrupt)
-    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    watcher.start()
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, write_end)
+        stack.callback(os.close, read_end)
+        watcher.start()
+        stack.callback(watcher.join)
+        stack.callback(os.write, write_end, _STOP)
+        stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, raise_interrupt))
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_end, warn_on_full_buffer=False))
         yield
-    finally:
-        signal.set_wakeup_fd(before)
-        signal.signal(signal.SIGINT, handler)
-        os.write(write_end, _STOP)
-        watcher.join()
-        os.close(read_end)
-        os.close(write_end)
 
 
 def abandon() -> NoReturn:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -78,26 +78,27 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
     read_end, write_end = os.pipe()
     worker = module_command("nimblec.cuda.worker", str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
-    with _started(command, pass_fds=(write_end,)) as process:
-        os.close(write_end)
+    with ExitStack() as stack:
+        events = stack.enter_context(os.fdopen(read_end))
+        with os.fdopen(write_end, "w"):
+            process = stack.enter_context(_started(command, pass_fds=(write_end,)))
         notes: list[str] = []
         reached, problem = "start", ""
-        with os.fdopen(read_end) as events:
-            with stage(observer, reached):
-                first = events.readline()
-            for line in chain([first] if first else [], events):
-                message = json.loads(line)
-                if "error" in message:
-                    raise _error(message)
-                if "unforeseen" in message:
-                    raise _failure(reached, message)
-                if "note" in message:
-                    notes.append(message["note"])
-                elif "problem" in message:
-                    problem = f": {message['problem']}"
-                else:
-                    reached = message["stage"]
-                    observer(reached, message["seconds"])
+        with stage(observer, reached):
+            first = events.readline()
+        for line in chain([first] if first else [], events):
+            message = json.loads(line)
+            if "error" in message:
+                raise _error(message)
+            if "unforeseen" in message:
+                raise _failure(reached, message)
+            if "note" in message:
+                notes.append(message["note"])
+            elif "problem" in message:
+                problem = f": {message['problem']}"
+            else:
+                reached = message["stage"]
+                observer(reached, message["seconds"])
         status = process.wait()
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,19 @@ def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
         assert process.wait(60) == 128 + signal.SIGINT
         assert stages.read() == ""
     assert not (tmp_path / "m.plan").exists()
+
+
+def test_nothing_is_left_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    handler, files = signal.getsignal(signal.SIGINT), sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(RuntimeError, match="can't start new thread"), prompt_interrupts():
+        pass
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.set_wakeup_fd(-1) == -1
+    assert sorted(Path("/proc/self/fd").iterdir()) == files
 
 
 def test_python_code_is_interrupted_as_ever() -> None:

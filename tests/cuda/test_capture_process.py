@@ -60,6 +60,14 @@ def test_a_process_that_it_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert time.monotonic() < begin + 30
 
 
+def test_nothing_is_left_open_where_it_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    files = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(FileNotFoundError, match="missing"):
+        cuda._run_worker(tmp_path / "request.json", lambda _stage, _seconds: None)
+    assert sorted(Path("/proc/self/fd").iterdir()) == files
+
+
 def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"sys_path": []}))
