@@ -1,6 +1,7 @@
 """CPU plans under load: many loads at once, callers that share one executable, hundreds of loads and closings."""
 
 import gc
+import json
 import shutil
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 from subprocesses import python
 
+import nimblec
 import nimblert
 from nimblert.errors import InputError, NimbleError
 from nimblert.executable import Executable
@@ -279,6 +281,22 @@ def test_a_load_without_a_folder_for_temporary_files_says_what_to_set(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No .*: set TMPDIR to a folder"):
         nimblert.load(path)
+
+
+A_LIBRARY_PRINTS = """
+import io, os, sys
+from nimblert import check, golden
+draw_inputs = golden.draw_inputs
+golden.draw_inputs = lambda *given: (os.write(1, b"drawn"), draw_inputs(*given))[1]
+sys.stdin = io.TextIOWrapper(io.BytesIO(sys.argv[1].encode()))
+sys.exit(check.main("cpu"))
+"""
+
+
+def test_what_libraries_print_is_not_in_the_answer_of_a_check(path: Path, tmp_path: Path) -> None:
+    nimblec.compile(path.with_name("model.onnx"), target="cpu").save(tmp_path / "golden.plan")
+    (output,) = json.loads(python(A_LIBRARY_PRINTS, tmp_path / "golden.plan"))["outputs"]
+    assert output["repeat"] == "bit-exact"
 
 
 def test_a_load_that_fails_leaves_no_threads(path: Path) -> None:
