@@ -21,6 +21,8 @@ DTYPES = {
     **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
 }
 DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
+_TYPES = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
+"""What values in the JSON may be, by the kind of dtype."""
 
 
 class ProtocolError(ValueError):
@@ -40,7 +42,7 @@ class Request:
 def read_request(body: bytes, header_length: str | None) -> Request:
     """The request in the body of an infer call. Raises ProtocolError."""
     try:
-        split = len(body) if header_length is None else int(header_length)
+        split = _header_length(body, header_length)
         content = json.loads(body[:split])
         binary = memoryview(body)[split:]
         arrays = {}
@@ -59,6 +61,14 @@ def read_request(body: bytes, header_length: str | None) -> Request:
         raise ProtocolError(f"the request has no {exc}") from exc
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise ProtocolError(f"the request is not one of the Open Inference Protocol: {exc}") from exc
+
+
+def _header_length(body: bytes, given: str | None) -> int:
+    """How many bytes of a body are JSON."""
+    length = len(body) if given is None else int(given)
+    if not 0 <= length <= len(body):
+        raise ProtocolError(f"{HEADER_LENGTH}: {length}, expected 0 to {len(body)}, the length of the body")
+    return length
 
 
 def _parameters(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,6 +90,9 @@ def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, m
         array = np.asarray(tensor["data"], dtype)
         if array.size != count:
             raise ProtocolError(f"input {name!r}: {array.size} values, its shape {shape} has {count}")
+        wrong = [value for value in np.asarray(tensor["data"], object).flat if type(value) not in _TYPES[dtype.kind]]
+        if wrong:  # NumPy would have converted them
+            raise ProtocolError(f"input {name!r}: {json.dumps(wrong[0])} is no {datatype}")
         return array.reshape(shape), binary
     if nbytes != count * dtype.itemsize or nbytes > len(binary):
         expected = f"{count * dtype.itemsize} bytes for {datatype} of shape {shape}"
@@ -88,7 +101,10 @@ def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, m
 
 
 def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer, and the HTTP headers it needs. Raises ProtocolError for an unknown output."""
+    """The body of an answer, and the HTTP headers it needs.
+
+    Raises ProtocolError for an unknown output, and for NaN or an infinity in one that is not to be binary.
+    """
     names = list(request.binary or arrays)
     if unknown := [name for name in names if name not in arrays]:
         raise ProtocolError(f"output {unknown[0]!r}: not found, the model has {list(arrays)}")
@@ -99,6 +115,8 @@ def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray
         if request.binary.get(name, request.binary_else):
             data.append(array.tobytes())
             outputs.append({**output, "parameters": {"binary_data_size": array.nbytes}})
+        elif array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ProtocolError(f"output {name!r}: holds NaN or an infinity, which JSON has not: ask for binary data")
         else:
             outputs.append({**output, "data": array.ravel().tolist()})
     content = {"model_name": model, "outputs": outputs, **({"id": request.id} if request.id else {})}

@@ -183,7 +183,15 @@ def test_tensors_behind_the_json() -> None:
         (body({**TENSOR, "name": ["a"]}), None, "not one of the Open Inference Protocol"),
         (body(BINARY), None, "16 of 0 bytes, expected 16 bytes"),
         (body({**BINARY, "parameters": {"binary_data_size": 12}}) + bytes(12), "x", "not one of the Open"),
-        (body(TENSOR), "-3", "not one of the Open Inference Protocol"),
+        (body(TENSOR), "-3", f"Inference-Header-Content-Length: -3, expected 0 to {len(body(TENSOR))}, the length"),
+        (body(TENSOR) + b"abc", "-3", "Inference-Header-Content-Length: -3, expected 0 to"),
+        (body(TENSOR), "1000", "Inference-Header-Content-Length: 1000, expected 0 to"),
+        (body({**TENSOR, "datatype": "INT32", "data": [1, 2, 3, 1.9]}), None, r"input 'image': 1\.9 is no INT32$"),
+        (body({**TENSOR, "datatype": "UINT8", "data": [1, 2, 3, True]}), None, "input 'image': true is no UINT8$"),
+        (body({**TENSOR, "datatype": "BOOL", "data": ["false"] * 4}), None, "input 'image': \"false\" is no BOOL$"),
+        (body({**TENSOR, "datatype": "BOOL", "data": [True, 0] * 2}), None, "input 'image': 0 is no BOOL$"),
+        (body({**TENSOR, "data": [1, 2, 3, "1.5"]}), None, "input 'image': \"1.5\" is no FP32$"),
+        (body({**TENSOR, "data": [1, 2, 3, None]}), None, "input 'image': null is no FP32$"),
         (body({**TENSOR, "datatype": "UINT8", "data": [1, 2, 3, 300]}), None, "not one of the Open Inference Protocol"),
         (b"[" * 100_000, None, "not one of the Open Inference Protocol"),
     ],
@@ -210,3 +218,12 @@ def test_answers_have_the_outputs_that_were_asked_for(name: str) -> None:
     (output,) = json.loads(content[:length])["outputs"]
     assert (output["name"], output["shape"], output["parameters"]) == ("image", [2, 2], {"binary_data_size": 16})
     assert content[length:] == FOUR.tobytes()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_json_cannot_hold_is_asked_for_as_binary_data(value: float) -> None:
+    arrays = {"image": np.array([1, value], np.float32)}
+    with pytest.raises(oip.ProtocolError, match=r"output 'image': holds NaN or an infinity, .*: ask for binary data"):
+        oip.write_response("m", oip.read_request(body(TENSOR), None), arrays)
+    binary = oip.read_request(body(TENSOR, parameters={"binary_data_output": True}), None)
+    assert oip.write_response("m", binary, arrays)[0].endswith(arrays["image"].tobytes())
