@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 import nimblert
-from nimblert.plan import Fit, Program
+from nimblert import golden
+from nimblert.plan import Fit, Program, Target
+
+CPU_ROUNDING = 1e-4
+"""What a sum may change by, relative to the largest value of an output, where fewer threads are free to compute it."""
 
 Arrays = dict[str, np.ndarray]
 
@@ -79,6 +83,26 @@ def _are_independent(programs: Sequence[Program]) -> bool:
     ]
     fits = [dict(zip(dict(program.profile), program.fits, strict=False)) for program in programs]
     return len(names) == 1 and all(of.get(names[0]) is Fit.SPLIT for of in fits)
+
+
+class Probe:
+    """A run that is made again and again, to see whether a plan still computes what it did when it was loaded."""
+
+    def __init__(self, model: nimblert.Executable) -> None:
+        """Makes the first run."""
+        self._model = model
+        self._inputs = {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in model.inputs}
+        rounding = CPU_ROUNDING if model.plan.target is Target.CPU else 0.0
+        tolerances = (program.golden.tolerance for program in model.entry().programs if program.golden)
+        self._expected = golden.record(0, tuple(model.run(self._inputs).values()), max((rounding, *tolerances)))
+
+    def check(self) -> None:
+        """Raise RuntimeError where outputs differ by more than those of two runs of the plan may."""
+        outputs = self._model.run(self._inputs)
+        compared = golden.check(self._expected, tuple(outputs.values()))
+        for name, comparison in zip(outputs, compared, strict=True):
+            if comparison.verdict is golden.Verdict.DIFFERENT:
+                raise RuntimeError(f"output {name!r} is not what it was at load: {comparison}")
 
 
 class Batches:

@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import oip
 import pytest
-from rows import Arrays, Batches, Rows
+from rows import Arrays, Batches, Probe, Rows
 from subprocesses import ROOT
 
 import nimblec
@@ -140,6 +141,32 @@ def test_a_call_that_is_given_up_leaves_the_others_their_answers(rows: Rows) -> 
 def test_what_is_no_call(rows: Rows, arrays: Arrays, sentence: str) -> None:
     with pytest.raises(nimblert.InputError, match=sentence):
         rows.check(arrays)
+
+
+# --- health
+
+
+@pytest.mark.parametrize(("change", "is_healthy"), [(0.0, True), (1e-5, True), (1e-3, False)])
+def test_outputs_of_a_healthy_plan_differ_by_rounding_alone(
+    model: nimblert.Executable, monkeypatch: pytest.MonkeyPatch, change: float, *, is_healthy: bool
+) -> None:
+    probe = Probe(model)
+    first = model.run
+
+    def run(inputs: Arrays) -> Arrays:
+        outputs = first(inputs)
+        return {**outputs, "probabilities": outputs["probabilities"] * np.float32(1 + change)}
+
+    monkeypatch.setattr(model, "run", run)
+    refusal = pytest.raises(RuntimeError, match=r"output 'probabilities' is not what it was at load: different \(")
+    with nullcontext() if is_healthy else refusal:
+        probe.check()
+
+
+def test_what_two_runs_of_a_plan_may_differ_by_is_in_its_golden_record(plan: Plan) -> None:
+    programs = (replace(p, golden=p.golden and replace(p.golden, tolerance=0.5)) for p in plan.programs)
+    with nimblert.load(replace(plan, programs=tuple(programs))) as model:
+        assert Probe(model)._expected.tolerance == 0.5
 
 
 # --- the protocol
