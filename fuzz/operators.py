@@ -19,7 +19,7 @@ from onnx.backend.test import loader
 from fuzz import guarded, wrapped
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge as judge_file
-from nimblert._generated.onnx_operators import OPERATORS
+from nimblert._generated.onnx_operators import OPERATORS, OPSETS
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cpu.onnx_session import open_session, ort_value, runtime_errors
 from nimblert.embedded import onnx_operators, onnx_rules
@@ -63,7 +63,7 @@ def examples() -> tuple[Case, ...]:
             continue
         (node,) = model.graph.node
         opsets = {entry.domain: entry.version for entry in model.opset_import}
-        opset = min(opsets.get(node.domain, 1), onnx_operators.NEWEST_OPSETS.get(node.domain, 0))
+        opset = min(opsets.get(node.domain, 1), OPSETS.get(node.domain, 0))
         arrays = dict(zip((value.name for value in model.graph.input), data[0][0], strict=False))
         known = onnx_operators.find(node.domain, node.op_type, opset) is not None
         if known and all(isinstance(a, np.ndarray) and a.dtype.name in ITEM_NBYTES for a in arrays.values()):
@@ -160,7 +160,7 @@ def _damaged(rng: Rng) -> Case:
 
 def _drawn(rng: Rng) -> Case:
     domain, name = rng.choice(_wanted()).split(":")
-    newest = onnx_operators.NEWEST_OPSETS[domain]
+    newest = OPSETS[domain]
     opset = newest if rng.random() < 0.7 else rng.randint(1, newest)
     operator = onnx_operators.find(domain, name, opset)
     if operator is None:
@@ -328,7 +328,7 @@ def _output(case: Case, rng: Rng) -> None:
 
 
 def _opset(case: Case, rng: Rng) -> None:
-    case.opset = rng.randint(1, onnx_operators.NEWEST_OPSETS[case.node.domain])
+    case.opset = rng.randint(1, OPSETS[case.node.domain])
 
 
 _DAMAGES = (_shape, _shape, _values, _values, _retype, _attribute, _attribute, _attribute, _input, _output, _opset)

@@ -45,11 +45,6 @@ def recomputed(graph: Graph, limit_nbytes: int) -> Graph:
     return found.graph
 
 
-def peak_nbytes(graph: Graph) -> int:
-    """The most bytes of the arena that are kept at a time in the captured order."""
-    return int(_Analysis(graph, {}).live.max(initial=0))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Again:
     """``buffer`` is not kept, but computed again before task ``at`` by the tasks ``run``.

@@ -13,12 +13,13 @@ from triton_process import BY_ARCHITECTURE, needs_triton, run
 import nimblec
 from nimblec.kernels.attention.shapes import attention_shape
 from nimblec.kernels.attention.tilings import attention_candidates, padded
-from nimblec.kernels.core.gpu import GPU, KNOWN, SM_80, SM_90, SM_120, THREADS_PER_BLOCK
+from nimblec.kernels.core.gpu import GPU, KNOWN, SM_80, SM_90, SM_120
 from nimblec.kernels.core.shapes import Convolution
 from nimblec.kernels.depthwise.tilings import depthwise_candidates
 from nimblec.kernels.gemm.tilings import candidates, shared_budget
 from nimblec.kernels.norm.tilings import Norm, norm_candidates
 
+THREADS_PER_BLOCK = 1024
 GPUS = st.sampled_from(KNOWN)
 SIZES = st.sampled_from([2, 4])
 SHAPES = st.builds(

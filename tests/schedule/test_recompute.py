@@ -10,9 +10,14 @@ from graphs import access, graph, kernel, schedules, temporaries
 
 from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Reference, Task, TensorView
 from nimblec.schedule.dependencies import dependencies
-from nimblec.schedule.recompute import peak_nbytes, recomputed
+from nimblec.schedule.recompute import _Analysis, recomputed
 
 KEPT = (BufferKind.OUTPUT, BufferKind.STATE)
+
+
+def peak_nbytes(made: Graph) -> int:
+    """The most bytes of the arena that are kept at a time in the captured order."""
+    return int(_Analysis(made, {}).live.max(initial=0))
 
 
 def tagged(made: Graph) -> Graph:

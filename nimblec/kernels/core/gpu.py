@@ -8,7 +8,6 @@ Trigger = Literal["none", "late", "early"]
 TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
 
 KIB = 1024
-THREADS_PER_BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

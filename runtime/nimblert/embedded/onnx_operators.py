@@ -6,9 +6,6 @@ from types import MappingProxyType
 
 from nimblert._generated.onnx_operators import OPERATORS, OPSETS
 
-NEWEST_OPSETS = MappingProxyType(OPSETS)
-"""The domains of operators that a plan may use, and the newest version of each."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formal:
