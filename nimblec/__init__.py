@@ -2,7 +2,8 @@
 
 >>> import nimblec, nimblert
 >>> plan = nimblec.compile(module, (example,))
->>> y = nimblert.load(plan)(x)
+>>> with nimblert.load(plan) as executable:
+...     y = executable(x)
 
 Importing this package imports no framework: the compiler's parts are imported when they are used.
 """
