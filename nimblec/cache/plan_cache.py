@@ -117,7 +117,10 @@ class PlanCache:
         return None
 
     def copy(self, key: str, output: Path) -> tuple[Record | None, str | None]:
-        """Write the plan with this key to ``output``; returns its record, or None and a note on a damaged entry."""
+        """Copy the plan with this key to ``output``; returns its record, or None and a note on a damaged entry.
+
+        The copy is what is checked: that of a damaged entry is left in ``output``.
+        """
         kept = self._folder / f"{key}.plan"
         said = kept.with_suffix(".json")
         try:
