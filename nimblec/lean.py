@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from nimblec.errors import CompileError
 from nimblec.processes import environment, module_command
-from nimblert.plan import Plan, Record, Target, Wait
+from nimblert.plan import Plan, Target
 
 _TIMEOUT_S = 60
 _SLOWEST_NBYTES_S = 20_000_000
@@ -20,8 +19,7 @@ _SLOWEST_RUNS = 20
 
 def run_seconds(plan: Plan) -> float:
     """The sum of the measured durations of the commands of all programs."""
-    commands = chain.from_iterable(program.commands for program in plan.programs)
-    return sum(c.duration_ns for c in commands if not isinstance(c, Record | Wait)) / 1e9
+    return sum(work.duration_ns for program in plan.programs for _, work in program.work) / 1e9
 
 
 class DifferingOutput(NamedTuple):

@@ -135,12 +135,10 @@ class CachedTimer:
                 yield next(keys), command.stream, early, *_pointers(command)
 
     def _command_keys(self, plan: Plan) -> list[str]:
-        program = plan.programs[0]
         for index, module in enumerate(plan.modules):
             if index not in self._code:
                 self._code[index] = sha256(module.code).hexdigest()
-        work = (c for c in program.commands if not isinstance(c, Record | Wait))
-        return [self._key(*self._describe(plan, command)) for command in work]
+        return [self._key(*self._describe(plan, work)) for _, work in plan.programs[0].work]
 
     def _describe(self, plan: Plan, command: Work) -> tuple[object, ...]:
         if isinstance(command, Memcpy):

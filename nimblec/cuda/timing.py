@@ -11,7 +11,7 @@ from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, bindings, call
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights, place_working
-from nimblert.plan import Plan, Program, Record, Wait
+from nimblert.plan import Plan, Program
 
 _REPEATS = 15
 _EMPTY_INTERVALS = 16
@@ -39,7 +39,7 @@ class CudaTimer:
         One graph has an event between any two commands, so caches are as warm as in a run of the network.
         """
         program = plan.programs[0]
-        work = [c for c in program.commands if not isinstance(c, Record | Wait)]
+        work = [command for _, command in program.work]
         with self._loaded(plan, program) as (scope, memory):
             chain = scope.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
             events = [

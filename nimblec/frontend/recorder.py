@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.graph.definitions import FAKES, RECURRENT
+from nimblert.arrays.layouts import is_dense
 
 aten = torch.ops.aten
 
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"a tensor on {tensor.device} was made at import; expected the CPU")
         name = f"constant_{len(self.constants)}"
         # Views with holes or overlaps would not keep their strides on their way to a device.
-        dense = tensor if _is_dense(tensor) else tensor.contiguous()
+        dense = tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
         self.constants[name] = dense
         fake = self._fake(dense)
         self._write(self.graph.create_node("get_attr", name), fake)
@@ -284,16 +285,6 @@ def _without_tracebacks() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory once each, in whatever order."""
-    expected = 1
-    for stride, length in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 def _has_strides(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from nimblec.places import LOSS, Phase, Place, places
 from nimblert.ordering.pieces import writes
-from nimblert.plan import Launch, Plan, Program, Record, Region, Target, Wait, Work
+from nimblert.plan import Launch, Plan, Program, Region, Target, Work
 
 Layers: TypeAlias = tuple[str, ...]
 Phases: TypeAlias = tuple[str, ...]
@@ -48,7 +48,7 @@ def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
     groups = _groups(plan, program)
     if not groups:
         return {}
-    works = [command for command in program.commands if not isinstance(command, Record | Wait)]
+    works = [work for _, work in program.work]
     order = _order(works, [groups[work.op] for work in works])
     found: dict[Group, Share] = {}
     for work in works:

@@ -70,7 +70,7 @@ def timeline(program: Program) -> Timeline:
     other down (true of small kernels, an underestimate for those that fill the machine), and events
     and launches cost nothing. A command that was not measured takes as long as the shortest that was.
     """
-    works = [(i, c) for i, c in enumerate(program.commands) if not isinstance(c, Record | Wait)]
+    works = list(program.work)
     measured = [work.duration_ns for _, work in works if work.duration_ns]
     unit = min(measured, default=UNIT_NS)
     dependencies = edges(program.commands)

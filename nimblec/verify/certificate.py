@@ -11,7 +11,7 @@ import numpy as np
 
 from nimblert.ordering import pieces
 from nimblert.ordering.order import order
-from nimblert.plan import Program, Record, Region, ScheduleRecord, Wait, Work
+from nimblert.plan import Program, Region, ScheduleRecord, Wait, Work
 
 _MOST_SENTENCES = 100
 
@@ -27,7 +27,7 @@ def problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
 
 
 def _problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
-    works = [(i, c) for i, c in enumerate(program.commands) if not isinstance(c, Record | Wait)]
+    works = list(program.work)
     widest = is_widest(record.policy)
     members = record.antichain
     pairs = _scheduled(program, members) if widest else _required([work for _, work in works], members)

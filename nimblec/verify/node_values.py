@@ -17,7 +17,7 @@ from nimblec.cpu.reference import Node
 from nimblec.difference import Difference, difference, same_numbers
 from nimblert.executable import Executable
 from nimblert.ordering.pieces import writes
-from nimblert.plan import Access, Launch, ParameterKind, Plan, Program, Record, Target, Wait, Work
+from nimblert.plan import Access, Launch, ParameterKind, Plan, Program, Target, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +127,9 @@ def _sources(target: Target, node: Node) -> tuple[str, ...]:
 
 def _last_writes(program: Program) -> dict[tuple[str, int], int]:
     """The last command that writes a number of bytes for a source: an op writes its result after its scratch."""
-    works = (command for command in program.commands if not isinstance(command, Record | Wait))
     return {
         (program.ops[work.op].source, access.nbytes): index
-        for index, work in enumerate(works)
+        for index, (_, work) in enumerate(program.work)
         for access in writes(work)
     }
 

@@ -100,7 +100,7 @@ def _device_tensors() -> list[torch.Tensor]:
     found = []
     for candidate in gc.get_objects():
         # type(), not isinstance(): proxies answer __class__ with code of their own.
-        if issubclass(type(candidate), torch.Tensor) and type(candidate) in (torch.Tensor, torch.nn.Parameter):
+        if type(candidate) in (torch.Tensor, torch.nn.Parameter):
             storage = candidate.untyped_storage() if candidate.layout is torch.strided else None
             if storage is not None and storage.device.type == "cuda" and storage.nbytes():
                 found.append(candidate)
