@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from subprocesses import python
@@ -132,6 +134,25 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         file.write(b"new")
         other.write(b"new")
     assert sorted(left.name for left in tmp_path.iterdir()) == [".theirs.tmp", "file", "other"]
+
+
+def test_the_lock_of_a_folder_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ctrl-C ends that, the next process removes what is left."""
+    remove = os.unlink
+
+    def interrupted(path: str | Path, **options: Any) -> None:
+        remove(path, **options)
+        if Path(path).name == "lock":
+            raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder(tmp_path))
+        for number in range(30):
+            (folder / str(number)).touch()
+        monkeypatch.setattr(os, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stack.close()
+    assert list(folder.iterdir()) == []
 
 
 def test_of_empty_folders_old_ones_are_removed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -35,7 +35,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
         with _locked(folder):
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has removed it, as it is no longer locked
+            _remove(folder)
 
 
 def _temporary() -> Path:
@@ -76,11 +77,21 @@ def _remove_abandoned(parent: Path) -> None:
                 continue
             with (folder / _LOCK).open("rb") as file:
                 if _is_free(file):
-                    shutil.rmtree(folder)
+                    _remove(folder)
         except OSError as exc:
             if exc.errno is None:  # a signal handler's TimeoutError
                 raise
             continue  # another process was faster, or it is not one of ours
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock last: what is left where a signal handler raises has a free lock, or is empty."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_free(file: IO[bytes]) -> bool:
