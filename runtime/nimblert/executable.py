@@ -24,6 +24,7 @@ from nimblert.context import Arrays, Context
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
 from nimblert.files import container
+from nimblert.interpreter import copied
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.hazards import hazards
 from nimblert.plan import Device, Plan, Target, Tensor
@@ -142,7 +143,7 @@ class Executable(Context):
             self._turn.check_ready()
         renew = partial(self._renew, refits, commit)
         with self._making_spares.taken(), self._making_spares.lock:
-            unused = self._while_idle(lambda own: _while_all_idle(tuple(self._contexts), [own], renew))
+            unused = self._while_idle(lambda own: _while_all_idle(copied(self._contexts), [own], renew))
         for backend in unused:
             backend.close()
 
@@ -177,7 +178,7 @@ class Executable(Context):
         with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
         super().close()  # from here on no context is made
-        for context in tuple(self._contexts):
+        for context in copied(self._contexts):
             context.close()
         self._given_back.close()
 
@@ -211,12 +212,8 @@ def _guards(executable: "weakref.ref[Executable]") -> Sequence[Guard]:
     owner = executable()
     if owner is None:
         return ()
-    while True:
-        try:
-            turns = [context._turn for context in (owner, *owner._contexts)]  # noqa: SLF001 - of one module
-        except RuntimeError:  # another thread has made a context
-            continue
-        return [owner._making_spares, *turns]  # noqa: SLF001
+    turns = [context._turn for context in (owner, *copied(owner._contexts))]  # noqa: SLF001 - of one module
+    return [owner._making_spares, *turns]  # noqa: SLF001
 
 
 def _select(plan: Plan, name: str | None) -> Plan:

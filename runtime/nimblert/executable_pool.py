@@ -20,6 +20,7 @@ from nimblert.context import Context
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
 from nimblert.files import container
+from nimblert.interpreter import copied
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan, Target
 from nimblert.pool import Pool, ordinals
@@ -38,7 +39,7 @@ class _Member:
     @property
     def contexts(self) -> tuple[Context, ...]:
         """The live contexts of the executable."""
-        return tuple(self.executable._contexts)  # noqa: SLF001 - of the same package
+        return copied(self.executable._contexts)  # noqa: SLF001 - of the same package
 
 
 class _Call(Guard):

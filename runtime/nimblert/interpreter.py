@@ -4,7 +4,9 @@ import atexit
 import ctypes
 import os
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 _LAST_RUN_S = 10.0
 """How long the interpreter, shutting down, waits for the run of a daemon thread."""
@@ -24,6 +26,15 @@ live: weakref.WeakSet[Loaded] = weakref.WeakSet()
 """All contexts."""
 
 
+def copied(objects: "weakref.WeakSet[T]") -> tuple[T, ...]:
+    """Those of a set to which other threads may add meanwhile."""
+    while True:
+        try:
+            return tuple(objects)
+        except RuntimeError:  # another thread has added one
+            continue
+
+
 @atexit.register
 def _wait_for_runs() -> None:
     """Wait for the runs of daemon threads, and let no more begin.
@@ -31,7 +42,7 @@ def _wait_for_runs() -> None:
     A thread that returned from ONNX Runtime after the interpreter has ended would abort the process.
     """
     held: list[Loaded] = []
-    while found := [loaded for loaded in tuple(live) if loaded not in held]:
+    while found := [loaded for loaded in copied(live) if loaded not in held]:
         for loaded in found:  # an executable may make spare contexts until it is held
             loaded.hold(_LAST_RUN_S)
         held += found
@@ -39,7 +50,7 @@ def _wait_for_runs() -> None:
 
 def _keep_for_ever() -> None:
     """Free nothing in a forked child: the destructor of a session waits for threads that only the parent has."""
-    for loaded in tuple(live):
+    for loaded in copied(live):
         for kept in loaded.holdings():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 

@@ -3,10 +3,12 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 
 import nimblert
-from nimblert import Arena, Executable
+from nimblert import Arena, Executable, interpreter
+from nimblert.context import Context
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.errors import InputError
 
@@ -232,6 +235,44 @@ def test_a_launch_may_meet_a_change_of_another_thread(model: Executable, monkeyp
     monkeypatch.setattr(model, "__class__", Changing)
     model.launch()
     assert launched == [None]
+
+
+class _Growing(weakref.WeakSet[Any]):
+    """A set to which another thread adds while it is iterated over for the first time."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+        self.kept: list[Any] = []
+
+    def grow(self) -> Any:
+        self.kept.append(self._make())
+        self.add(self.kept[-1])
+        return self.kept[-1]
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            if len(self.kept) == 1:
+                self.grow()
+            yield one
+
+
+def test_contexts_may_be_made_while_a_pool_counts_them(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nimblert.load_pool(small) as pool:
+        (member,) = pool._members
+        contexts = _Growing(lambda: Context(pool.plan, member.executable._resident))
+        contexts.grow()
+        monkeypatch.setattr(member.executable, "_contexts", contexts)
+        made = pool.context()
+        assert {*contexts} == {made, *contexts.kept}
+
+
+def test_contexts_may_be_made_while_the_interpreter_waits_for_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = _Growing(mock.Mock)
+    live.grow()
+    monkeypatch.setattr(interpreter, "live", live)
+    interpreter._wait_for_runs()
+    assert [loaded.hold.call_count for loaded in live.kept] == [1, 1]
 
 
 def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
