@@ -3,13 +3,14 @@
 import atexit
 import ctypes
 import os
+import time
 import weakref
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 _LAST_RUN_S = 10.0
-"""How long the interpreter, shutting down, waits for the run of a daemon thread."""
+"""How long the interpreter, shutting down, waits for the runs of daemon threads."""
 
 
 class Loaded(Protocol):
@@ -41,10 +42,11 @@ def _wait_for_runs() -> None:
 
     A thread that returned from ONNX Runtime after the interpreter has ended would abort the process.
     """
+    end_at = time.monotonic() + _LAST_RUN_S
     held: list[Loaded] = []
     while found := [loaded for loaded in copied(live) if loaded not in held]:
         for loaded in found:  # an executable may make spare contexts until it is held
-            loaded.hold(_LAST_RUN_S)
+            loaded.hold(max(0.0, end_at - time.monotonic()))
         held += found
 
 

@@ -275,6 +275,20 @@ def test_contexts_may_be_made_while_the_interpreter_waits_for_their_runs(monkeyp
     assert [loaded.hold.call_count for loaded in live.kept] == [1, 1]
 
 
+def test_the_interpreter_waits_no_longer_for_many_runs_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+
+    class Busy:
+        def hold(self, timeout_s: float) -> None:
+            clock[0] += timeout_s
+
+    contexts = [Busy() for _ in range(6)]
+    monkeypatch.setattr(interpreter, "live", weakref.WeakSet(contexts))
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    interpreter._wait_for_runs()
+    assert clock == [1000.0 + interpreter._LAST_RUN_S]
+
+
 def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
     with nimblert.load(small) as alone, nimblert.load(large) as other:
         expected = alone(drawn(0)), other(drawn(0, 32))
