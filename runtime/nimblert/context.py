@@ -386,23 +386,6 @@ class Context:
                     backend.close()
                 self._working.close()
 
-    def _while_idle(self, do: Callable[[dict[str, Backend]], T]) -> T:
-        """What ``do`` returns for the backends of the loaded programs by name, which it may replace.
-
-        Callers wait until then. Raises InputError where a run by steps is half done.
-        """
-        turn = self._turn
-        waits, turn.waits = turn.waits, True
-        try:
-            turn.check_not_within()
-            with turn.owner, turn.lock:  # while others of the executable are held
-                if not turn.closed:
-                    turn.check_ready()
-                self._changed()
-                return do({} if turn.closed else self._backends)
-        finally:
-            turn.waits = waits
-
     def hold(self, timeout_s: float) -> None:
         """Wait for the run of another thread, and let no more begin: the interpreter is shutting down."""
         if self._turn.can_end:
@@ -417,3 +400,27 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def while_idle(
+    contexts: Sequence[Context], do: Callable[[list[dict[str, Backend]]], T], *loaded: dict[str, Backend]
+) -> T:
+    """What ``do`` returns while all these contexts are idle. Other callers block until it returns.
+
+    It takes the backends of each context's loaded programs by name, after those in ``loaded``, and may replace them.
+    Raises InputError where a run by steps is half done.
+    """
+    if not contexts:
+        return do([*loaded])
+    first, *others = contexts
+    turn = first._turn  # noqa: SLF001 - of this module
+    waits, turn.waits = turn.waits, True
+    try:
+        turn.check_not_within()
+        with turn.owner, turn.lock:  # nested, so that an exception of a signal handler leaves none held
+            if not turn.closed:
+                turn.check_ready()
+            first._changed()  # noqa: SLF001
+            return while_idle(others, do, *loaded, {} if turn.closed else first._backends)  # noqa: SLF001
+    finally:
+        turn.waits = waits

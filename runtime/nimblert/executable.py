@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -18,9 +18,8 @@ from nimblert.calls import refitting
 from nimblert.calls.backend import Backend, Resident
 from nimblert.calls.changing import Commit, uninterrupted
 from nimblert.calls.entries import Signature
-from nimblert.calls.state import T
 from nimblert.calls.turn import Guard
-from nimblert.context import Arrays, Context
+from nimblert.context import Arrays, Context, while_idle
 from nimblert.cpu.onnx_threads import Threads, cores
 from nimblert.errors import InputError, NimbleError, PlanInvalidError
 from nimblert.files import container
@@ -143,7 +142,7 @@ class Executable(Context):
             self._turn.check_ready()
         renew = partial(self._renew, refits, commit)
         with self._making_spares.taken(), self._making_spares.lock:
-            unused = self._while_idle(lambda own: _while_all_idle(copied(self._contexts), [own], renew))
+            unused = while_idle([self], lambda own: while_idle(copied(self._contexts), renew, *own))
         for backend in unused:
             backend.close()
 
@@ -195,16 +194,6 @@ class _Spare(Context):
 
     _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - users see an executable
     _run = Context._run  # noqa: SLF001 - observers have seen the executable's call
-
-
-def _while_all_idle(
-    contexts: Sequence[Context], loaded: list[dict[str, Backend]], do: Callable[[list[dict[str, Backend]]], T]
-) -> T:
-    """What ``do`` returns for the backends ``loaded`` and those of these contexts, while all are idle."""
-    if not contexts:
-        return do(loaded)
-    first, *rest = contexts
-    return first._while_idle(lambda backends: _while_all_idle(rest, [*loaded, backends], do))  # noqa: SLF001
 
 
 def _guards(executable: "weakref.ref[Executable]") -> Sequence[Guard]:

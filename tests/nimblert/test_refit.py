@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from cpu_plans import floats, write_model
+from kept_state import keeping
 from onnx import helper
 
 import nimblec
@@ -133,6 +134,14 @@ def test_replay_and_contexts_see_the_new_weights(model: Executable) -> None:
         assert np.array_equal(found, new)
     for one, memory in zip((model, context), inputs, strict=True):
         assert np.shares_memory(one.backend.inputs[0], memory)
+
+
+def test_a_refit_takes_hundreds_of_contexts() -> None:
+    with nimblert.load(keeping()) as model:
+        contexts = [model.context() for _ in range(400)]
+        before = [context._turn.state for context in contexts]
+        model.refit({})
+        assert all(context._turn.state is not state for context, state in zip(contexts, before, strict=True))
 
 
 def test_sessions_over_other_weights_stay(plan: Path) -> None:
