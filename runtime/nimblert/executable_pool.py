@@ -16,7 +16,7 @@ from nimblert.calls.changing import Change, Commit, uninterrupted
 from nimblert.calls.refitting import NewWeights
 from nimblert.calls.state import T
 from nimblert.calls.turn import Guard
-from nimblert.context import Context
+from nimblert.context import Context, while_idle
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
 from nimblert.files import container
@@ -124,14 +124,22 @@ class ExecutablePool(Pool):
         _refit_all(refits, ())
 
     def reset(self) -> None:
-        """Give the state of every context its initial values, those of the plan."""
+        """Give the state of every context its initial values, those of the plan.
+
+        Runs of contexts end before, or begin after it. Raises InputError, and resets none, where a run by steps is half
+        done.
+        """
         self._alone(self._reset)
 
     def _reset(self) -> None:
-        for member in self._members:
-            for context in (member.executable, *member.contexts):
+        contexts = [context for member in self._members for context in (member.executable, *member.contexts)]
+
+        def change() -> None:
+            for context in contexts:
                 if not context._turn.closed:  # noqa: SLF001 - of the same package
-                    context.reset()
+                    context._working.kept.reset()  # noqa: SLF001
+
+        while_idle(contexts, lambda _: uninterrupted(change))
 
     def close(self) -> None:
         """Free every device once the calls in flight have ended; calling it twice is harmless.

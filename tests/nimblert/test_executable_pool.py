@@ -19,6 +19,7 @@ from plans import cpu_plan
 import nimblert
 from nimblec.refit.programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, ExecutablePool, InputError, load_pool
+from nimblert.context import Context
 from nimblert.executable import Executable
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
 from nimblert.pool import keeps_state
@@ -268,6 +269,63 @@ def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], A
         assert np.array_equal(contexts[0](other), x)
         pool.reset()
         assert not any(context(x).any() for context in contexts)
+
+
+def test_a_reset_waits_for_a_run_of_a_context(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x, other = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(counting()) as pool, ThreadPoolExecutor(1) as threads:
+        contexts = [pool.context() for _ in range(4)]
+        for context in contexts:
+            context(x)
+        busy = contexts[1]
+        with busy._turn.owner, busy._turn.lock:  # as within its call
+            reset = threads.submit(pool.reset)
+            until(lambda: busy._turn.waits or reset.done())
+        reset.result(20)
+        assert not any(context(other).any() for context in contexts)
+
+
+def test_a_reset_that_one_context_refuses_resets_none(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x, other = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(counting()) as pool:
+        contexts = [pool.context() for _ in range(4)]
+        for context in contexts:
+            context(x)
+        for busy in contexts:
+            steps = busy.steps({"x": x})
+            next(steps)
+            with pytest.raises(InputError, match=r"a run by steps\(\) is half done"):
+                pool.reset()
+            steps.close()
+        assert all(np.array_equal(context(other), x) for context in contexts)
+
+
+def test_a_reset_that_is_interrupted_while_it_waits_resets_none(put: Callable[[np.ndarray], Any]) -> None:
+    del put
+    x, other = drawn(1, SHAPE), drawn(2, SHAPE)
+    with load_pool(counting()) as pool, ThreadPoolExecutor(1) as threads:
+        contexts = [pool.context() for _ in range(4)]
+        for context in contexts:
+            context(x)
+        for busy in contexts:
+            waits, release = threading.Event(), threading.Event()
+
+            def run(busy: Context = busy, waits: threading.Event = waits, release: threading.Event = release) -> None:
+                with busy._turn.owner, busy._turn.lock:
+                    waits.set()
+                    until(lambda: busy._turn.waits)
+                    os.kill(os.getpid(), signal.SIGINT)
+                    assert release.wait(20)
+
+            running = threads.submit(run)
+            assert waits.wait(20)
+            with pytest.raises(KeyboardInterrupt):
+                pool.reset()
+            release.set()
+            running.result(20)
+        assert all(np.array_equal(context(other), x) for context in contexts)
 
 
 def test_scratch_memory_of_kernels_is_no_state(put: Callable[[np.ndarray], Any]) -> None:
