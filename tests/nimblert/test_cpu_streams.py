@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from subprocesses import python
 
 from nimblert.cpu.backend import CpuBackend
-from nimblert.cpu.streams import Bound, Step, Streams, pass_gate, unlock
+from nimblert.cpu.streams import Bound, Step, Streams, Worker, interruptible, pass_gate, unlock
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.plan import Command, Memset, Plan, Pointer, Record, Region, Wait
 
@@ -83,6 +83,119 @@ def test_an_interrupt_stops_every_stream_at_its_next_command() -> None:
     time.sleep(0.1)
     assert 0 < stopped == len(done) < 3000
     ready.close()
+
+
+class _StopError(Exception):
+    """What a signal handler raises."""
+
+
+SIGNALS = (signal.SIGALRM, signal.SIGUSR1)
+
+
+@pytest.fixture
+def left() -> Iterator[list[int]]:
+    """The handlers of two signals raise as often as this list has numbers."""
+    numbers: list[int] = []
+
+    def stop(*_: object) -> None:
+        if numbers:
+            raise _StopError(numbers.pop())
+
+    before = [signal.signal(number, stop) for number in SIGNALS]
+    yield numbers
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def one_after_the_other() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+
+
+def at_once() -> None:
+    for number in SIGNALS:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end_at = time.monotonic() + 5
+    while not holds() and time.monotonic() < end_at:
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("come", [one_after_the_other, at_once])
+def test_exceptions_of_several_signals_leave_no_stream_at_work(left: list[int], come: Step) -> None:
+    done: list[int] = []
+
+    def slow() -> None:
+        come()
+        until(lambda: not left)
+        time.sleep(0.1)
+        done.append(1)
+
+    ready = streams([], steps(1, slow))
+    left.extend([1, 2])
+    with pytest.raises(_StopError):
+        ready.run()
+    assert done
+    ready.close()
+
+
+@pytest.mark.parametrize("come", [one_after_the_other, at_once])
+def test_exceptions_of_several_signals_while_streams_are_closed_leave_no_thread(left: list[int], come: Step) -> None:
+    began = threading.Event()
+
+    def slow() -> None:
+        began.set()
+        until(lambda: ready._halted)
+        come()
+        until(lambda: not left)
+        time.sleep(0.1)
+
+    ready = streams([], steps(1, slow))
+    (worker,) = ready._workers
+    worker.start()
+    assert began.wait(20)
+    left.extend([1, 2])
+    with pytest.raises(_StopError):
+        ready.close()
+    assert not worker._thread.is_alive()
+
+
+@pytest.mark.parametrize("come", [one_after_the_other, at_once])
+def test_exceptions_of_several_signals_leave_no_step_at_work(left: list[int], come: Step) -> None:
+    """One that ends once it is told to."""
+    options = Options()
+
+    def endless() -> None:
+        come()
+        until(lambda: options.terminate and not left)
+
+    before = threading.active_count()
+    left.extend([1, 2])
+    with pytest.raises(_StopError):
+        interruptible(endless, options)
+    assert options.terminate
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("method", ["settle", "end", "join"])
+def test_an_interrupt_while_a_step_that_can_be_interrupted_ends_is_raised(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = threading.active_count()
+    real = getattr(Worker, method)
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(worker: Worker) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        real(worker)
+
+    monkeypatch.setattr(Worker, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(lambda: None, Options())
+    assert threading.active_count() == before
 
 
 def test_a_run_after_an_interrupt_is_whole() -> None:

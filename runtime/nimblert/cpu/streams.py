@@ -168,7 +168,10 @@ class Streams:
 
     def close(self) -> None:
         """Stop what an interrupt may have left running, and wait for the threads to end."""
-        insist(self._stop)
+        complete(self._close)
+
+    def _close(self) -> None:
+        self._stop()
         self.end()
         for worker in self._workers:
             worker.join()
@@ -181,12 +184,15 @@ class Streams:
             for worker in self._workers:
                 worker.wait()
         except BaseException:
-            insist(self._stop)
+            try:
+                complete(self._stop)
+            finally:
+                complete(self._stop)  # as in `complete`
             raise
 
     def _recover(self) -> None:
         """Reset everything after a run that was not completed."""
-        insist(self._stop)
+        complete(self._stop)
         self._halted = False
         self._options.terminate = False
         self._failed = []
@@ -248,17 +254,23 @@ def interruptible(step: Step, options: RunOptions) -> None:
             failed.append(exc)
 
     worker = Worker(work)
+
+    def end() -> None:
+        if not worker.idle:
+            options.terminate = True
+        worker.settle()
+        worker.end()
+        worker.join()
+
     try:
         worker.begin()
         worker.start()
         worker.wait()
-    except BaseException:
-        options.terminate = True
-        raise
     finally:
-        insist(worker.settle)
-        worker.end()
-        insist(worker.join)
+        try:
+            complete(end)
+        finally:
+            complete(end)  # as in `complete`
     if failed:
         raise failed.pop()
 
@@ -288,14 +300,19 @@ class Patient:
             self._stream[:] = [(command, self._step if step is self else step) for command, step in self._stream]
 
 
-def insist(action: Callable[[], None]) -> None:
-    """Complete an action: a Ctrl-C meanwhile starts it again."""
-    while True:
+def complete(action: Callable[[], None]) -> None:
+    """Complete an action: an exception of a signal handler is raised once it is done.
+
+    It is repeated after each exception; of several, the last is raised, with the others as its context.
+    """
+    try:
+        action()
+    except BaseException:
         try:
-            action()
-        except KeyboardInterrupt:
-            continue
-        return
+            complete(action)
+        finally:
+            action()  # where the handler of another signal has raised before that has begun
+        raise
 
 
 def pass_gate(gate: threading.Lock) -> None:
