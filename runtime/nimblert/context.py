@@ -1,7 +1,7 @@
 """Context: the programs of a plan in memory of their own, ready to be called."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Never, Self, TypeAlias
 
@@ -382,9 +382,10 @@ class Context:
             if not turn.closed:
                 turn.closed = True
                 self._changed()
-                for backend in self._backends.values():
-                    backend.close()
-                self._working.close()
+                with ExitStack() as stack:  # all of them, whatever one raises
+                    stack.callback(self._working.close)
+                    for backend in self._backends.values():
+                        stack.callback(backend.close)
 
     def hold(self, timeout_s: float) -> None:
         """Wait for the run of another thread, and let no more begin: the interpreter is shutting down."""

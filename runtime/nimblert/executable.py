@@ -176,10 +176,22 @@ class Executable(Context):
         self.check_not_within()
         with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
-        super().close()  # from here on no context is made
-        for context in copied(self._contexts):
-            context.close()
-        self._given_back.close()
+        try:
+            super().close()  # from here on no context is made
+        finally:
+            if self._turn.closed:  # else an exception of a signal handler came while a run ended
+                self._close_contexts()
+
+    def _close_contexts(self) -> None:
+        """Close the contexts, whatever one raises, and then give back what they share."""
+        contexts = copied(self._contexts)
+        try:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.callback(context.close)
+        finally:
+            if all(context._turn.closed for context in contexts):  # noqa: SLF001 - of its own class
+                self._given_back.close()
 
     def hold(self, timeout_s: float) -> None:
         """As `Context.hold`; no more spare contexts are made either."""

@@ -153,8 +153,9 @@ class ExecutablePool(Pool):
         self._closed = True
         with self._guard.owner, self._guard.lock, self._exclusive:
             self._wait_for_calls()
-            for member in self._members:
-                member.executable.close()
+            with ExitStack() as stack:  # all of them, whatever one raises
+                for member in self._members:
+                    stack.callback(member.executable.close)
 
     def _call(self, use: Callable[[Executable], T]) -> T:
         """What ``use`` returns of the idlest executable."""

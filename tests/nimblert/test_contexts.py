@@ -1,6 +1,8 @@
 """Contexts over one executable: independent, for threads; arenas that plans share; outputs in the caller's memory."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 import weakref
@@ -14,12 +16,14 @@ import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
+from sized_plans import sized
 
 import nimblert
 from nimblert import Arena, Executable, interpreter
 from nimblert.context import Context
 from nimblert.cpu.backend import CpuBackend, CpuResident
-from nimblert.errors import InputError
+from nimblert.cpu.host_memory import HostWorking
+from nimblert.errors import CudaError, InputError
 
 WIDTH = 64
 node = helper.make_node
@@ -221,6 +225,91 @@ def test_no_context_is_made_while_an_executable_closes(small: Path) -> None:
             with pytest.raises(InputError, match="this executable is closed: load the plan again"):
                 model.context()
         closing.result(30)
+
+
+def closed_of(
+    kind: type[CpuBackend | CpuResident | HostWorking], monkeypatch: pytest.MonkeyPatch, *fail: object
+) -> list[object]:
+    """Those of a class that are closed from now on; some fail then."""
+    closed: list[object] = []
+    close = kind.close
+
+    def noted(one: Any) -> None:
+        closed.append(one)
+        close(one)
+        if one in fail:
+            raise CudaError("cuMemFree", "CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(kind, "close", noted)
+    return closed
+
+
+def test_whatever_fails_to_close_all_else_of_a_context_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nimblert.load(sized(1, 2, 4), warm=True) as model:
+        context = model.context()
+        context.warm()
+        backends = closed_of(CpuBackend, monkeypatch, *context._backends.values())
+        working = closed_of(HostWorking, monkeypatch)
+        with pytest.raises(CudaError, match="cuMemFree"):
+            context.close()
+        assert set(backends) == set(context._backends.values())
+        assert working == [context._working]
+        context.close()
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_whatever_fails_to_close_all_else_of_an_executable_is_closed(
+    small: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    residents = closed_of(CpuResident, monkeypatch)
+    model = nimblert.load(small)
+    made = [model, model.context(), model.context()]
+    closed_of(CpuBackend, monkeypatch, made[fails].backend)
+    with pytest.raises(CudaError, match="cuMemFree"):
+        model.close()
+    assert all(one._turn.closed for one in made)
+    assert residents == [model._resident]
+
+
+def test_whatever_fails_to_close_all_else_of_a_pool_is_closed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [nimblert.load(small) for _ in range(3)]
+    pool = nimblert.ExecutablePool(members)
+    closed_of(CpuBackend, monkeypatch, members[0].backend, members[2].backend)
+    with pytest.raises(CudaError, match="cuMemFree"):
+        pool.close()
+    assert all(member._turn.closed for member in members)
+
+
+@pytest.mark.parametrize("at_work", [0, 1])
+def test_closing_that_is_interrupted_while_it_waits_frees_nothing_in_use(
+    small: Path, monkeypatch: pytest.MonkeyPatch, at_work: int
+) -> None:
+    residents = closed_of(CpuResident, monkeypatch)
+    model = nimblert.load(small)
+    busy = [model, model.context()][at_work]
+    waits, release = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with busy._turn.owner, busy._turn.lock:
+            busy._turn.waits = False
+            waits.set()
+            while not busy._turn.waits:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert release.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        assert waits.wait(20)
+        with pytest.raises(KeyboardInterrupt):
+            model.close()
+        release.set()
+        running.result(20)
+    assert not residents
+    assert not busy._turn.closed
+    model.close()
+    assert residents == [model._resident]
+    assert busy._turn.closed
 
 
 def test_a_launch_may_meet_a_change_of_another_thread(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
