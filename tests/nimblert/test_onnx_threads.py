@@ -12,7 +12,10 @@ import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 
+import nimblec
 import nimblert
+from nimblert.cpu import onnx_session, onnx_threads
+from nimblert.cpu.onnx_threads import Pool
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Plan, Target
@@ -79,6 +82,34 @@ def test_threads_run_on_the_processors_that_they_are_given(plan: Plan) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert os.sched_getaffinity(0) == set(processors)
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_a_refit_computes_with_the_threads_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    """Both what makes new weights and the sessions over them."""
+    weights = {name: np.ones((SIZE, SIZE), np.float32) for name in ("v", "w")}
+    node = helper.make_node
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("MatMul", ["v", "w"], ["u"]), node("MatMul", ["x", "u"], ["y"])],
+        [floats("x", SIZE, SIZE)],
+        [floats("y", SIZE, SIZE)],
+        constants=weights,
+    )
+    plan = nimblec.compile(path, target="cpu", refittable=True, plan_cache=None)
+    counts: list[int] = []
+    options = onnx_session.session_options
+
+    def noted(pool: Pool | None = None) -> Any:
+        counts.append(1 if pool is None else pool.count)
+        return options(pool)
+
+    with nimblert.load(plan, threads=threads) as model:
+        monkeypatch.setattr(onnx_session, "session_options", noted)
+        model.refit({name: 2 * array for name, array in weights.items()})
+    assert counts == [onnx_threads.cores() if threads is None else threads] * 2
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class CpuResident:
     ) -> None:
         self._plan = plan
         self.weights = weights or HostWeights(plan)
-        self.sessions = sessions or SessionCache(plan, self.weights, threads)
+        self.sessions = SessionCache(plan, self.weights, threads) if sessions is None else sessions
 
     def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
         """Arena and state for one context."""
@@ -97,7 +97,7 @@ class CpuResident:
     def remade(self, refits: Sequence[Refit]) -> HostWeights:
         """The weights after these ``refits``. Raises InputError where an op fails."""
         with self.weights.rewritten(_replaced(refits)) as weights:
-            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights)
+            scratch = CpuResident(replace(self._plan, state=(), state_nbytes=0), weights, self.sessions.over(weights))
             with scratch.sessions.lock, scratch.sessions:
                 for refit in refits:
                     scratch._make(refit)
