@@ -1,6 +1,7 @@
 """The CPU backend: errors, poison, streams, copies and fills, and plans that do not fit their models."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from nimblert.cpu.backend import CpuBackend
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.files import container
 from nimblert.plan import (
+    Command,
     Launch,
     Memcpy,
     Memset,
@@ -327,3 +329,28 @@ def test_a_profile_measures_each_command(path: Path) -> None:
     durations = backend.profile()
     assert all(s <= ns / 1e9 < s + 5 for ns, s in zip(durations, slow, strict=True))
     backend.close()
+
+
+class _Counted(tuple[Command, ...]):
+    """Commands, and how often all were looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __iter__(self) -> Iterator[Command]:
+        _Counted.looks += 1
+        return super().__iter__()
+
+
+def test_commands_are_bound_one_by_one_without_a_look_at_all_others_for_each(tmp_path: Path) -> None:
+    looks = []
+    for count in (10, 30):
+        chain = [node("Tanh", [f"v{i}"], [f"v{i + 1}"]) for i in range(count)]
+        plan = plan_file(write_model(tmp_path / "m.onnx", chain, [floats("v0", 2)], [floats(f"v{count}", 2)]))
+        plan = with_program(plan, commands=_Counted(plan.programs[0].commands))
+        backend = CpuBackend(plan, plan.programs[0])
+        before = _Counted.looks
+        assert len(backend.profile()) == count
+        looks.append(_Counted.looks - before)
+        backend.close()
+    assert looks[0] == looks[1]

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import groupby
 from math import prod
@@ -255,9 +255,12 @@ class SessionCache:
 
         Raises PlanInvalidError where kernel and launch do not fit.
         """
-        launches = sum(isinstance(command, Launch) for program in self._plan.programs for command in program.commands)
-        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], launches)
+        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], self._launch_count)
         return self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=False)
+
+    @cached_property
+    def _launch_count(self) -> int:
+        return sum(isinstance(command, Launch) for program in self._plan.programs for command in program.commands)
 
     def _joined(self, program: Program) -> Iterator[tuple[list[Part], Joined | None]]:
         flow = dataflow(program)
