@@ -95,6 +95,19 @@ def test_a_call_of_several_runs_writes_over_no_input_that_it_still_reads(executa
     assert np.array_equal(executable.run({**drawn(4), "x": room[:4]}, out={"y": room[1:5]})["y"][0], [0, 1, 2])
 
 
+def test_a_call_of_several_runs_without_memory_for_its_outputs(
+    executable: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", full)
+        with pytest.raises(InputError, match="outputs: a new array needs more memory than there is: none left: give"):
+            executable.run(drawn(13))
+    assert np.array_equal(executable.run(drawn(13))["y"], drawn(13)["x"])
+
+
 def test_outputs_may_be_views_of_the_memory_of_the_program(executable: Executable) -> None:
     first = executable.run(drawn(3), reuse_outputs=True)["y"]
     assert np.shares_memory(first, executable.run(drawn(4), reuse_outputs=True)["y"])

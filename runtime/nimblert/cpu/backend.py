@@ -256,9 +256,12 @@ class CpuBackend:
         return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
-        """A new array for an output."""
+        """A new array for an output. Raises InputError where it needs more memory than there is."""
         del on_device  # all is of the host
-        return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+        try:
+            return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+        except MemoryError as exc:
+            raise no_memory(exc) from exc
 
     def run(self) -> None:
         """Compute ``outputs`` from ``inputs``. Raises InputError where an op fails."""

@@ -103,5 +103,5 @@ class Direct:
 
 
 def no_memory(exc: MemoryError) -> InputError:
-    """The error to raise where an output cannot be copied."""
+    """The error to raise where there is no memory for an output."""
     return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")
