@@ -59,7 +59,7 @@ class Executable(Context):
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._idle_spares: list[Context] = []
         self._has_spares = plan.target is Target.CPU and not plan.state_nbytes and arena is None
-        self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # two calls per core leave none idle between calls
+        self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # with two per core, no core idles between calls
         self._making_spares = Guard(self._noun)
         _check_arena(arena, plan, device)
         resident = _resident(plan, device, threads)
@@ -261,7 +261,6 @@ def load(
     Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
     machine cannot run it, and InputError for an invalid ``plan``, ``program``, ``limits`` or ``arena``.
     """
-    _check_limits(limits)
     if os.environ.get("NIMBLERT_NVTX") == "1":
         from nimblert import telemetry  # which other processes need not import
 
@@ -292,18 +291,14 @@ def load(
 
 def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
     """The plan with the program to load, or all. Raises PlanInvalidError unless it is valid, InputError."""
-    _check_limits(limits)
+    if not isinstance(limits, Limits):
+        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
         if unordered := tuple(hazards(loaded, limits)):
             raise PlanInvalidError(unordered)
     return selected
-
-
-def _check_limits(limits: Limits) -> None:
-    if not isinstance(limits, Limits):
-        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
 
 
 def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:

@@ -17,9 +17,6 @@ from nimblert.context import Context
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Op, Work
 
-NVTX_VARIABLE = "NIMBLERT_NVTX"
-"""The environment variable that makes `nimblert.load` observe every call with `NvtxRanges` if it is "1"."""
-
 
 class Observer(Protocol):
     """Is notified of calls, in the thread that makes them, while they run."""
