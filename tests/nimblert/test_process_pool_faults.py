@@ -1,8 +1,10 @@
 """What happens to a pool of processes in programs that interrupt it, fork, run out of files, or end."""
 
+import errno
 import os
 import pickle
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from process_pools import calls_of, child, file_count, gone, hung_up, pids, pool
 from sized_plans import sized
 from subprocesses import SOURCES
 
-from nimblert import CudaError, DeviceLostError, InputError, load_pool
+from nimblert import CudaError, DeviceLostError, InputError, PlanError, load_pool
+from nimblert.files import container
 from nimblert.processes import layout, process
 from nimblert.processes.channel import Channel, error_message
 
@@ -387,6 +390,36 @@ def test_too_many_contexts_are_refused_and_leave_no_file_open(path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert file_count() <= before
+
+
+@pytest.mark.parametrize(("module", "name"), [(select, "epoll"), (os, "open")])
+def test_without_a_file_left_a_pool_is_refused_and_leaves_no_file_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    before, opening = file_count(), getattr(module, name)
+
+    def full(*args: Any, **options: Any) -> Any:
+        if args in ((), (path, os.O_RDONLY)):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opening(*args, **options)
+
+    monkeypatch.setattr(module, name, full)
+    with pytest.raises(InputError, match=r"no file left to open \(Too many open files\)") as caught:
+        load_pool(path, processes=True, contexts=1, copy=True)
+    assert file_count() == before
+    del caught  # until here it kept what its frames have: nothing was left to the garbage collector
+
+
+def test_a_plan_that_is_removed_while_it_is_loaded_is_a_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_digest = container.verify_digest
+
+    def removing(image: memoryview, name: str) -> None:
+        verify_digest(image, name)
+        path.unlink()
+
+    monkeypatch.setattr(container, "verify_digest", removing)
+    with pytest.raises(PlanError, match=r"m\.plan: cannot be read: No such file or directory$"):
+        load_pool(path, processes=True, contexts=1)
 
 
 @pytest.mark.parametrize("contexts", [0, -1, 1.5, "8", None, True])

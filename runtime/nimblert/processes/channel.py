@@ -94,7 +94,7 @@ _shared: "weakref.WeakSet[socket.socket | Memory]" = weakref.WeakSet()
 def ends() -> tuple[socket.socket, socket.socket]:
     """The two ends of a new socket. Raises InputError where this process may not have so many files."""
     with _forking:
-        one, other = map(_blocking, _opened(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        one, other = map(_blocking, opened(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
         _shared.update((one, other))
     return one, other
 
@@ -115,15 +115,16 @@ def _moved(file: int) -> int:
     return moved
 
 
-def _opened(opening: Callable[..., Any], *args: object) -> Any:
+def opened(opening: Callable[..., Any], *args: object) -> Any:
+    """What a function opens. Raises InputError where this process may not have so many files."""
     try:
         return opening(*args)
     except OSError as exc:
         if exc.errno not in {errno.EMFILE, errno.ENFILE}:
             raise
         raise InputError(
-            f"processes: this process has no file left to open ({exc.strerror}), and needs three for each context of "
-            "each device: give fewer contexts, or raise the limit (ulimit -n)"
+            f"processes: this process has no file left to open ({exc.strerror}), and needs two for each context of "
+            "each device, three while its process starts: give fewer contexts, or raise the limit (ulimit -n)"
         ) from exc
 
 
@@ -145,7 +146,7 @@ class Memory:
     def __init__(self, file: int | None = None) -> None:
         """That of another process, given by its ``file``, or new. Raises InputError as `ends` does."""
         with _forking:
-            self.file = _moved(_opened(os.memfd_create, "nimblert") if file is None else file)
+            self.file = _moved(opened(os.memfd_create, "nimblert") if file is None else file)
             self.close = weakref.finalize(self, os.close, self.file)
             """Close the file; views keep the memory."""
             self.close.atexit = False

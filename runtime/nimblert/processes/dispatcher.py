@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nimblert.errors import DeviceLostError, InputError, NimbleError
-from nimblert.processes.channel import DONE, Channel, ends, error_of
+from nimblert.processes.channel import DONE, Channel, ends, error_of, opened
 from nimblert.processes.layout import Layout
 from nimblert.processes.process import Process, Slot
 
@@ -134,7 +134,12 @@ class Dispatcher:
         bell, heard = ends()
         self._bell, self._heard = Channel(bell), Channel(heard)
         self._slots = {slot.channel.file: slot for process in processes for slot in process.slots}
-        self._poll = select.epoll()
+        try:
+            self._poll = opened(select.epoll)
+        except BaseException:
+            for channel in (self._bell, self._heard):
+                channel.end()
+            raise
         for file in (self._heard.file, *self._slots):
             self._poll.register(file, select.EPOLLIN)
         self._posted: deque[Callable[[], None]] = deque()

@@ -14,7 +14,7 @@ from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import Plan, Target
 from nimblert.pool import keeps_state, ordinals
-from nimblert.processes.channel import READY, Memory
+from nimblert.processes.channel import READY, Memory, opened
 from nimblert.processes.layout import Layouts
 from nimblert.processes.pool import ProcessPool
 from nimblert.processes.process import Process, end
@@ -63,10 +63,10 @@ def load(
 def _file(plan: Plan | container.Source, image: memoryview) -> Iterator[tuple[str, Sequence[int]]]:
     """The path of the plan's file for other processes, and the files that are to be open in them.
 
-    Raises PlanError where the file is no longer the one of this ``image``.
+    Raises PlanError where the file is no longer the one of this ``image``, InputError as `Memory` does.
     """
     given = plan if isinstance(plan, str | os.PathLike) else None
-    shared = Memory() if given is None else Memory(os.open(given, os.O_RDONLY))
+    shared = Memory() if given is None else Memory(_opened(given))
     path = f"/proc/self/fd/{shared.file}"
     try:
         if given is None:
@@ -76,6 +76,14 @@ def _file(plan: Plan | container.Source, image: memoryview) -> Iterator[tuple[st
         yield path, (shared.file,)
     finally:
         shared.close()
+
+
+def _opened(path: str | os.PathLike[str]) -> int:
+    try:
+        file: int = opened(os.open, path, os.O_RDONLY)
+    except OSError as exc:
+        raise PlanError(f"{os.fsdecode(path)}: cannot be read: {exc.strerror}") from exc
+    return file
 
 
 def _started(
