@@ -97,7 +97,7 @@ class Executable(Context):
             spare = None
         if spare is not None:
             try:
-                return spare._run(signature, arrays, out)  # noqa: SLF001 - of its own class
+                return spare._run_within(signature, arrays, out)  # noqa: SLF001 - of its own class
             finally:
                 self._idle_spares.append(spare)
         return super()._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
@@ -205,7 +205,6 @@ class _Spare(Context):
     """A context for concurrent calls of an executable."""
 
     _noun, _waits, _again = Executable._noun, Executable._waits, Executable._again  # noqa: SLF001 - users see an executable
-    _run = Context._run  # noqa: SLF001 - observers have seen the executable's call
 
 
 def _guards(executable: "weakref.ref[Executable]") -> Sequence[Guard]:

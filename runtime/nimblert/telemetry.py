@@ -4,6 +4,7 @@ Without an observer there is no overhead: `observe` replaces methods of `Context
 restores them. Neither package is needed or imported before that.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -77,6 +78,7 @@ class OpenTelemetry:
         """A span such as "run main"."""
         attributes = {"nimblert.entry": entry, "nimblert.target": context.plan.target.name.lower()}
         with self._tracer.start_as_current_span(f"{kind} {entry}") as span:
+            _within.program = None
             begin = time.perf_counter()
             try:
                 yield
@@ -84,7 +86,7 @@ class OpenTelemetry:
                 attributes["error.type"] = type(exc).__name__
                 raise
             finally:
-                attributes["nimblert.program"] = context._turn.program.name  # noqa: SLF001
+                attributes["nimblert.program"] = _within.program or context._turn.program.name  # noqa: SLF001
                 span.set_attributes(attributes)
                 self._seconds.record(time.perf_counter() - begin, attributes)
 
@@ -95,6 +97,9 @@ class OpenTelemetry:
 
 
 _observers: list[Observer] = []
+
+_within = threading.local()
+"""The name of the ``program`` that ran in a spare context for this thread's call; None where that ran in its own."""
 
 
 def observe(observer: Observer) -> Callable[[], None]:
@@ -120,7 +125,7 @@ def observe_by_environment() -> None:
         observe(NvtxRanges())
 
 
-_PLAIN = {name: getattr(Context, name) for name in ("_run", "replay", "launch", "profile", "steps")}
+_PLAIN = {name: getattr(Context, name) for name in ("_run", "_run_within", "replay", "launch", "profile", "steps")}
 
 
 @contextmanager
@@ -135,6 +140,14 @@ def _call(kind: str, context: Context, entry: str) -> Iterator[None]:
 def _run(context: Context, signature: Signature, *args: Any, **kwargs: Any) -> Any:
     with _call("run", context, signature.name):
         return _PLAIN["_run"](context, signature, *args, **kwargs)
+
+
+@wraps(_PLAIN["_run_within"])
+def _run_within(context: Context, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _PLAIN["_run_within"](context, *args, **kwargs)
+    finally:
+        _within.program = context._turn.program.name  # noqa: SLF001
 
 
 @wraps(_PLAIN["replay"])
@@ -173,4 +186,11 @@ def _steps(
         steps.close()
 
 
-_OBSERVED = {"_run": _run, "replay": _replay, "launch": _launch, "profile": _profile, "steps": _steps}
+_OBSERVED = {
+    "_run": _run,
+    "_run_within": _run_within,
+    "replay": _replay,
+    "launch": _launch,
+    "profile": _profile,
+    "steps": _steps,
+}

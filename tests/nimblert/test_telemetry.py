@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_plans import bent_sum
+from sized_plans import sized
 from subprocesses import python
 
 import nimblert
@@ -19,7 +21,7 @@ from nimblert.context import Context
 from nimblert.plan import Op
 
 X = {"x": np.ones(4, np.float32)}
-METHODS = ("_run", "replay", "launch", "profile", "steps")
+METHODS = ("_run", "_run_within", "replay", "launch", "profile", "steps")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,30 @@ def test_ranges_of_the_real_nvtx(model: Executable) -> None:
         assert len(list(model.steps(X))) == 2
     finally:
         end()
+
+
+def test_the_program_is_that_of_the_call_in_whichever_context_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})  # so that there are spare contexts
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    calls = [{"x": np.zeros((rows, 3), np.int32), "w": np.zeros((2, rows), np.int32)} for rows in (1, 4)]
+    with nimblert.load(sized(1, 4)) as model, ThreadPoolExecutor(1) as threads:
+        end = telemetry.observe(telemetry.OpenTelemetry(tracers))
+        try:
+            model.run(calls[1])
+            with model._turn.owner, model._turn.lock:  # as during another thread's call
+                threads.submit(model.run, calls[0]).result(20)
+            threads.submit(model.run, calls[1]).result(20)
+        finally:
+            end()
+    programs = [(span.attributes or {})["nimblert.program"] for span in exporter.get_finished_spans()]
+    assert programs == ["main[rows=4]", "main[rows=1]", "main[rows=4]"]
+    tracers.shutdown()
 
 
 def test_spans_and_metrics_of_the_real_opentelemetry(model: Executable) -> None:
