@@ -168,7 +168,7 @@ class Context:
         exhausted, closed or dropped, every other run raises InputError.
         """
         program, checked = self._choose(self._signatures[entry], arrays)
-        turn, arena = self._turn, self._arena
+        turn, arena, bindings = self._turn, self._arena, self._bindings[program.entry]
         steps: Steps | None = None
         try:
             with turn.taken(), turn.lock:
@@ -183,14 +183,15 @@ class Context:
             while True:
                 with turn.taken(), turn.lock:
                     turn.check_ready(steps)
+                    bindings.check_in_place()
                     work = next(steps, None)
                 if work is None:
                     return
                 yield work
-        finally:
-            if turn.steps is steps:  # without the lock: this thread may hold it where it drops the generator
+        finally:  # without the lock: this thread may hold it where it drops the generator
+            if steps is not None and turn.steps is steps:
                 turn.steps = None
-            if arena is not None and arena.owner is steps:
+            if steps is not None and arena is not None and arena.owner is steps:
                 arena.owner = None
 
     def profile(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> tuple[CommandTime, ...]:

@@ -115,6 +115,20 @@ def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Execu
     assert np.array_equal(tensor.numpy(), np.maximum(drawn(1), 0))
 
 
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_an_array_that_moves_between_two_steps_is_a_sentence(model: Executable, name: str) -> None:
+    given = {} if name == "x" else {"x": drawn(0)}
+    array = drawn(0)
+    model.bind(name, array)
+    steps = model.steps(given)
+    next(steps)
+    resized(array)
+    with pytest.raises(InputError, match=rf"'{name}': its array was moved or resized since"):
+        next(steps)
+    model.bind(name, None)  # the run has ended
+    assert np.array_equal(model(drawn(0))[0], np.maximum(drawn(0), 0))
+
+
 def test_a_name_of_an_input_and_an_output_cannot_be_bound(tmp_path: Path) -> None:
     x = floats("x", *SHAPE)
     path = write_model(tmp_path / "same.onnx", [node("Neg", ["x"], ["y"])], [x], [floats("y", *SHAPE), x])
