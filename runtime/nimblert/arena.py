@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 from nimblert.files import container
 from nimblert.plan import Plan, Target
@@ -29,8 +30,8 @@ class Arena:
         self.nbytes = int(nbytes)
         self.target = targets[target]
         self.device = device
-        self.owner: object = None
-        """The run by steps that is half done, if any."""
+        self.owner: Turn | None = None
+        """The turn of the context whose run by steps is half done, if any."""
         self._busy = threading.Lock()
         self.memory: Any = None
         """An array of bytes, or a `nimblert.cuda.working.DeviceArena`."""
@@ -67,15 +68,15 @@ class Arena:
             )
 
     @contextmanager
-    def turn(self, steps: object = None) -> Iterator[None]:
-        """A run in the arena, or the start of ``steps``, which keep it until `owner` is reset to None.
+    def turn(self, owner: Turn | None = None) -> Iterator[None]:
+        """A run in the arena, or the start of one by steps, whose ``owner`` keeps it until `owner` is reset or closed.
 
         Raises InputError while another run has it.
         """
         if not self._busy.locked():
             with self._busy:  # a run that has begun since is waited for; it may have left steps half done
-                if self.owner is None:
-                    self.owner = steps
+                if self.owner is None or self.owner.closed:
+                    self.owner = owner
                     yield
                     return
         raise InputError("the arena is in use by another context: run one after the other")

@@ -175,7 +175,7 @@ class Context:
                 turn.check_ready()
                 backend = self._backends[program.name]
                 steps = backend.steps()
-                with nullcontext() if arena is None else arena.turn(steps):
+                with nullcontext() if arena is None else arena.turn(turn):
                     turn.steps = steps
                     self._changed()
                     turn.program, turn.parts = program, 1
@@ -189,10 +189,10 @@ class Context:
                     return
                 yield work
         finally:  # without the lock: this thread may hold it where it drops the generator
+            if steps is not None and arena is not None and arena.owner is turn:
+                arena.owner = None
             if steps is not None and turn.steps is steps:
                 turn.steps = None
-            if steps is not None and arena is not None and arena.owner is steps:
-                arena.owner = None
 
     def profile(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> tuple[CommandTime, ...]:
         """Run an entry on arrays by input name, one command after the other, and return their times in issue order.

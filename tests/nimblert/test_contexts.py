@@ -413,6 +413,25 @@ def test_an_arena_in_use_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch
             assert np.array_equal(running.result(), expected)
 
 
+def test_a_closed_context_gives_its_arena_back(small: Path) -> None:
+    """Though a run by steps is half done there."""
+    x = {"x": drawn(0)}
+    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
+        expected = model.run(x)["y"]
+        context = model.context(arena=arena)
+        steps = context.steps(x)
+        next(steps)
+        context.close()
+        others = model.steps(x)
+        next(others)
+        with pytest.raises(InputError, match="this context is closed"):
+            next(steps)
+        with pytest.raises(InputError, match="the arena is in use by another context"):  # still that of `others`
+            model.context(arena=arena).run(x)
+        others.close()
+        assert np.array_equal(model.run(x)["y"], expected)
+
+
 def test_an_arena_that_steps_take_at_the_last_moment_is_refused(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
