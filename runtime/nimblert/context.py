@@ -14,7 +14,7 @@ from nimblert.calls.backend import Backend, Backends, Resident
 from nimblert.calls.binding import Bindings
 from nimblert.calls.direct_calls import DirectCalls
 from nimblert.calls.entries import Entries, Entry, Signature
-from nimblert.calls.outputs import checked_out
+from nimblert.calls.outputs import check_apart, checked_out
 from nimblert.calls.parts import serve
 from nimblert.calls.state import State, T, Working
 from nimblert.calls.turn import Relaunch, Steps, Turn, relaunch
@@ -319,7 +319,10 @@ class Context:
             bindings.check_unchanged(changes)
             if isinstance(chosen, Program):
                 self._turn.parts, shapes = 1, None
-                results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
+                backend = self._backend(chosen)
+                if taken:
+                    check_apart(taken, chosen, backend, bindings.addresses())
+                results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
                 self._turn.parts = len(chosen.parts)
                 shapes = tuple(array.shape for array in checked), chosen.parts[0].shapes

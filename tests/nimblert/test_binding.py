@@ -198,6 +198,37 @@ def test_outputs_share_no_memory_of_the_caller(model: Executable) -> None:
     assert all(np.array_equal(results[name], expected[name]) for name in "yz")
 
 
+def test_memory_that_a_run_writes_takes_no_other_output(model: Executable) -> None:
+    """Neither the plan's own nor a bound array; the output that is written there may be asked for, too."""
+    x = drawn(0)
+    expected = model.run({"x": x})
+
+    def check(memory: np.ndarray) -> None:
+        for out in ({"y": memory}, {"y": memory, "z": np.zeros(SHAPE, np.float32)}, {"s": memory[0, 3:4].reshape(())}):
+            with pytest.raises(InputError, match=r"out '[ys]': shares memory with what 'z' is written into: give it"):
+                model.run({"x": x}, out=out)
+        results = model.run({"x": x}, out={"z": memory})
+        assert results["z"] is memory
+        assert all(np.array_equal(results[name], expected[name]) for name in "yzs")
+
+    check(model.run({"x": x}, reuse_outputs=True)["z"])
+    model.bind("z", bound := np.zeros(SHAPE, np.float32))
+    check(bound)
+
+
+def test_an_output_may_be_written_over_a_bound_input(model: Executable) -> None:
+    """Once the run has read it, as over an input that was given."""
+    expected = model.run({"x": drawn(0)})
+    for given in (False, True):
+        x = drawn(0)
+        if not given:
+            model.bind("x", x)
+        results = model.run({"x": x} if given else {}, out={"y": x})
+        assert all(np.array_equal(results[name], expected[name]) for name in "yzs")
+        if not given:
+            model.bind("x", None)
+
+
 def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arrays were taken for what was bound before."""
     x, other = drawn(0), drawn(1)

@@ -7,10 +7,11 @@ import numpy as np
 
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls.backend import Backend
 from nimblert.calls.binding import owned
 from nimblert.calls.entries import Take, checked_array
 from nimblert.errors import InputError
-from nimblert.plan import Tensor
+from nimblert.plan import Program, Tensor
 
 
 def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
@@ -31,6 +32,28 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
             raise InputError(f"out {name!r}: shares memory with what {other!r} is written into")
         checked[name] = array
     return checked
+
+
+def check_apart(
+    taken: Mapping[str, np.ndarray | DeviceArray], program: Program, backend: Backend, bound: Mapping[str, int]
+) -> None:
+    """Raise InputError where an array for one output shares memory that a run writes another one into.
+
+    ``bound`` holds the addresses of bound arrays by name.
+    """
+    for name, array in taken.items():
+        for tensor, on_host in zip(program.outputs, backend.outputs, strict=True):
+            if tensor.name == name:
+                continue
+            if isinstance(array, DeviceArray):
+                start = bound[tensor.name] if tensor.name in bound else backend.own_address(tensor)
+                is_shared = array.span.start < start + tensor.span_nbytes and start < array.span.stop
+            else:
+                is_shared = np.shares_memory(array, on_host)
+            if is_shared:
+                raise InputError(
+                    f"out {name!r}: shares memory with what {tensor.name!r} is written into: give it memory of its own"
+                )
 
 
 def _step(array: np.ndarray | DeviceArray) -> int:
