@@ -324,8 +324,8 @@ class Context:
                     check_apart(taken, chosen, backend, bindings.addresses())
                 results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
-                self._turn.parts = len(chosen.parts)
-                shapes = tuple(array.shape for array in checked), chosen.parts[0].shapes
+                self._turn.parts = chosen.count
+                shapes = tuple(array.shape for array in checked), chosen.last.shapes
                 results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)
             if usual and self.plan.target is Target.CUDA and self._turn.parts == 1:
                 self._call_directly(signature, arrays, shapes)

@@ -1,5 +1,6 @@
 """Calls of sizes that no program of a plan is for."""
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -47,12 +48,15 @@ def test_an_empty_input_has_the_largest_size(executable: Executable) -> None:
 def runs(rows: int, fit: Fit = Fit.SPLIT) -> list[int] | None:
     """The sizes of the programs that a call of so many rows takes."""
     served = Sizes(sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))
-    return None if served is None else [dict(part.program.profile)["rows"] for part in served.parts]
+    return None if served is None else [dict(part.program.profile)["rows"] for part, *_ in served.runs]
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [(1, [2]), (3, [4]), (5, [8]), (7, [8]), (9, [8, 2]), (12, [8, 4]), (13, [8, 8]), (40, [8] * 5), (0, None)],
+    [
+        *((1, [2]), (3, [4]), (5, [8]), (7, [8]), (9, [8, 2]), (12, [8, 4]), (13, [8, 8])),
+        *((40, [8] * 5), (1002, [8] * 125 + [2]), (0, None)),
+    ],
 )
 def test_the_smallest_program_that_covers_a_call_else_parts_of_it(rows: int, expected: list[int] | None) -> None:
     assert runs(rows) == expected
@@ -64,7 +68,7 @@ def test_a_dimension_that_is_only_padded_is_not_split() -> None:
     assert runs(7, Fit.EXACT) is None
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 13, 31])
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 13, 31, 999])
 def test_every_size_gives_what_was_asked_for(executable: Executable, rows: int) -> None:
     given = drawn(rows)
     y, z = executable(**given)
@@ -106,6 +110,34 @@ def test_a_call_of_several_runs_without_memory_for_its_outputs(
         with pytest.raises(InputError, match="outputs: a new array needs more memory than there is: none left: give"):
             executable.run(drawn(13))
     assert np.array_equal(executable.run(drawn(13))["y"], drawn(13)["x"])
+
+
+@pytest.mark.parametrize(("rows", "own"), [(3, 4), (6, 5), (6, 4)])
+def test_memory_of_a_program_takes_no_other_output(rows: int, own: int) -> None:
+    """That of a padded run, of the first of several, and of the last."""
+    with nimblert.load(sized(4, 5)) as executable:
+        room = executable.run(drawn(own), reuse_outputs=True)["y"].reshape(-1)
+        with pytest.raises(InputError, match="out 'z': shares memory with what 'y' is written into: give it memory of"):
+            executable.run(drawn(rows), out={"z": room[: 2 * rows].reshape(2, rows)})
+
+
+def test_more_runs_than_there_is_memory_for_are_a_sentence(executable: Executable) -> None:
+    rows = 1 << 50
+    given = {"x": np.broadcast_to(np.int32(1), (rows, 3)), "w": np.broadcast_to(np.int32(1), (2, rows))}
+    with pytest.raises(InputError, match=r"^outputs: a new array needs more memory than there is: .*: give one as"):
+        executable.run(given)
+    with pytest.raises(InputError, match=rf"a call would be {rows // 8} runs$"):
+        next(executable.steps(given))
+
+
+def test_a_call_of_many_runs_is_remembered_in_little_memory() -> None:
+    sizes = Sizes(sized(*SIZES).programs)
+    tracemalloc.start()
+    try:
+        sizes.serve(((100_000, 3), (2, 100_000)))
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_outputs_may_be_views_of_the_memory_of_the_program(executable: Executable) -> None:

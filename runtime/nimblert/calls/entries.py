@@ -114,11 +114,11 @@ class Signature:
         shapes = tuple(array.shape for array in checked)
         program = self._by_shapes.get(shapes)
         if program is None:
-            parts = self._serve(shapes).parts
-            if len(parts) > 1:
+            served = self._serve(shapes)
+            if served.count > 1:
                 why = why_unserved(self.name, self.programs, shapes)
-                raise InputError(f"{why}; a call would be {len(parts)} runs")
-            program = parts[0].program
+                raise InputError(f"{why}; a call would be {served.count} runs")
+            program = served.last.program
         return program, checked
 
     @cached_property

@@ -68,3 +68,8 @@ def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return False
     return one.span.start < other.span.stop and other.span.start < one.span.stop
+
+
+def no_memory(exc: Exception) -> InputError:
+    """The error to raise where a new array for an output cannot be made."""
+    return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")

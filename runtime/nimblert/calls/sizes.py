@@ -4,10 +4,11 @@
 equals that dimension's in every program of the entry.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import TypeAlias
 
 from nimblert.dimensions import Axes, Shape, resized
@@ -18,26 +19,54 @@ Index: TypeAlias = tuple[slice, ...]
 _KEPT = 256
 """The most combinations of shapes whose runs an entry remembers."""
 
+_KEPT_RUNS = 64
+"""The most runs of a call that are remembered; of more each is made when its turn comes."""
+
+_WHOLE = slice(None)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One run of a program within a call: the elements of the inputs that it takes, and of the outputs that it gives.
-
-    ``shapes`` are those of the valid outputs; elements beyond them are padding.
-    """
+    """A run of a program within a call. ``shapes`` are those of the valid outputs; what is beyond them is padding."""
 
     program: Program
-    inputs: tuple[Index, ...]
-    outputs: tuple[Index, ...]
     shapes: tuple[Shape, ...]
+
+
+Run: TypeAlias = tuple[Part, Sequence[Index], Sequence[Index]]
+"""A run with the elements of the inputs that it takes, and of the outputs that it gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The runs of a call, and the outputs of all together."""
+    """The runs of a call, ``count`` of them, and the outputs of all together. All but the ``last`` are ``first``."""
 
-    parts: tuple[Part, ...]
+    count: int
+    first: Part
+    last: Part
+    runs: Iterable[Run]
     outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The runs of a call that is split, made one by one: each takes ``step`` of a dimension, and the last the rest.
+
+    ``inputs`` and ``outputs`` tell of each axis whether it has that dimension.
+    """
+
+    count: int
+    first: Part
+    last: Part
+    step: int
+    inputs: Sequence[Sequence[bool]]
+    outputs: Sequence[Sequence[bool]]
+
+    def __iter__(self) -> Iterator[Run]:
+        for number in range(self.count):
+            taken = slice(number * self.step, (number + 1) * self.step)
+            part = self.first if number + 1 < self.count else self.last
+            yield part, _indices(self.inputs, taken), _indices(self.outputs, taken)
 
 
 class Sizes:
@@ -53,37 +82,28 @@ class Sizes:
         sizes = self._axes.sizes(shapes)
         if sizes is None:
             return None
-        whole = self._cover(shapes, sizes)
-        if whole is not None:
-            return self._served(sizes, [(whole, sizes, {})])
-        for name in sizes:
-            if runs := self._split(shapes, sizes, name):
-                return self._served(sizes, runs)
-        return None
+        program = self._cover(shapes, sizes)
+        if program is not None:
+            part = self._part(program, sizes)
+            return Served(1, part, part, ((part, (), ()),), self._outputs(program, sizes))
+        return next(filter(None, (self._split(shapes, sizes, name) for name in sizes)), None)
 
-    def _split(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> "list[_Run]":
-        """Runs for consecutive parts of a dimension; none where they would not cover it."""
-        runs: list[_Run] = []
-        start = 0
-        while start < sizes[name]:
-            left = {**sizes, name: sizes[name] - start}
-            program = self._cover(shapes, left, split=name)
-            if program is None:
-                program = self._largest(shapes, left, name)
-                if program is None:
-                    return []
-                left[name] = dict(program.profile)[name]
-            runs.append((program, left, {name: start}))
-            start += left[name]
-        return runs
-
-    def _largest(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> Program | None:
-        """The program for the largest part of a dimension."""
-        for program in sorted(self._programs, key=lambda program: -dict(program.profile)[name]):
-            size = dict(program.profile)[name]
-            if size <= sizes[name] and self._covers(program, shapes, {**sizes, name: size}, split=name):
-                return program
-        return None
+    def _split(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> Served | None:
+        """Runs of the program for the largest part of a dimension, and one for the rest; None where there are none."""
+        ends = [(dict(program.profile)[name], program) for program in self._programs]
+        fitting = [(end, p) for end, p in ends if self._covers(p, shapes, {**sizes, name: end}, split=name)]
+        if not fitting or sizes[name] < 1:
+            return None
+        step, largest = max(fitting, key=itemgetter(0))
+        count = 1 + (sizes[name] - 1) // step
+        left = {**sizes, name: sizes[name] - (count - 1) * step}
+        first = self._part(largest, {**sizes, name: step})
+        last = self._part(self._cover(shapes, left, split=name) or largest, left)
+        inputs = [[axis == name for axis in axes] for axes in self._axes.inputs]
+        outputs = [[axis == name for axis in axes] for axes in self._axes.outputs]
+        runs = _Runs(count, first, last, step, inputs, outputs)
+        kept = tuple(runs) if count <= _KEPT_RUNS else runs
+        return Served(count, first, last, kept, self._outputs(largest, sizes))
 
     def _cover(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None = None) -> Program | None:
         """The smallest program for these sizes."""
@@ -106,31 +126,16 @@ class Sizes:
             if name is None
         )
 
-    def _served(self, sizes: Mapping[str, int], runs: "Sequence[_Run]") -> Served:
-        parts = []
-        for program, part, starts in runs:
-            shapes = [resized(tensor, axes, part) for tensor, axes in self._axes.of_outputs(program)]
-            parts.append(
-                Part(
-                    program=program,
-                    inputs=tuple(_index(t, axes, part, starts) for t, axes in self._axes.of_inputs(program)),
-                    outputs=tuple(_index(t, axes, part, starts) for t, axes in self._axes.of_outputs(program)),
-                    shapes=tuple(shapes),
-                )
-            )
-        outputs = self._axes.of_outputs(runs[0][0])
-        return Served(tuple(parts), tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in outputs))
+    def _part(self, program: Program, sizes: Mapping[str, int]) -> Part:
+        return Part(program, tuple(resized(tensor, axes, sizes) for tensor, axes in self._axes.of_outputs(program)))
+
+    def _outputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        return tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in self._axes.of_outputs(program))
 
 
-_Run: TypeAlias = tuple[Program, Mapping[str, int], Mapping[str, int]]
-"""A program, the size of its part in each dimension, and where the part starts."""
-
-
-def _index(
-    tensor: Tensor, axes: Sequence[str | None], sizes: Mapping[str, int], starts: Mapping[str, int]
-) -> Index:
-    begins = (0 if name is None else starts.get(name, 0) for name in axes)
-    return tuple(slice(begin, begin + n) for begin, n in zip(begins, resized(tensor, axes, sizes), strict=True))
+def _indices(split: Sequence[Sequence[bool]], taken: slice) -> list[Index]:
+    """For each tensor, those elements of the axes that are split, and all of the others."""
+    return [tuple([taken if is_split else _WHOLE for is_split in axes]) for axes in split]
 
 
 def _volume(program: Program) -> tuple[int, ...]:
