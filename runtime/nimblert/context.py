@@ -124,7 +124,7 @@ class Context:
             self._turn.check_ready()
             return do(self._working)
 
-    def __call__(self, *args: Any, entry: str | None = None, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(self, /, *args: Any, entry: str | None = None, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run an entry on arrays given in the plan's order, by name, or both; their shapes choose the program.
 
         Returns a single output as an array, several as a tuple in the plan's order. An input named "entry" is given

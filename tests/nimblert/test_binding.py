@@ -141,6 +141,14 @@ def test_a_name_of_an_input_and_an_output_cannot_be_bound(tmp_path: Path) -> Non
         assert np.array_equal(out, -y)
 
 
+def test_an_input_may_be_called_self(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "own.onnx", [node("Neg", ["self"], ["y"])], [floats("self", 2)], [floats("y", 2)])
+    given = np.ones(2, np.float32)
+    with nimblert.load(plan_file(path)) as model:
+        for call in (model, model.context(), model.entry()):
+            assert np.array_equal(call(self=given), -given)
+
+
 def test_a_field_of_packed_records_cannot_be_bound(model: Executable) -> None:
     """Its elements are 6 bytes apart, which is no number of elements."""
     records = np.zeros(np.prod(SHAPE) + 8, [("a", np.float32), ("b", np.uint16)])["a"]

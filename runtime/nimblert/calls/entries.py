@@ -161,7 +161,7 @@ class Entry:
     def __repr__(self) -> str:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """As a call of the context with this entry's name."""
         return self._call(args, kwargs)
 
