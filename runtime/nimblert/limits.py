@@ -1,11 +1,15 @@
 """Limits on what a plan may ask of this machine."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from nimblert.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Upper limits for a plan, checked before anything is allocated.
+    """Upper limits for a plan, checked before anything is allocated: whole numbers, else InputError.
 
     - ``memory_nbytes``: arena, state, inputs and outputs of all programs together, which is what an executable
       allocates besides the weights. ``tensor_nbytes``: one contiguous input, output, parameter or weight.
@@ -30,6 +34,11 @@ class Limits:
     commands: int = 1 << 20
     pieces: int = 1 << 24
     clocks: int = 1 << 25
+
+    def __post_init__(self) -> None:
+        for name, limit in asdict(self).items():
+            if not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0:
+                raise InputError(f"limits: {name} is {limit!r}, expected a whole number of at least 0")
 
 
 DEFAULT_LIMITS = Limits()

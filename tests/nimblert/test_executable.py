@@ -10,6 +10,7 @@ from copy import copy as shallow
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,13 @@ def test_what_is_loaded_has_no_copies(model: Executable, again: Callable[[object
 def test_limits_and_arenas_are_what_they_say(path: Path, name: str) -> None:
     with pytest.raises(InputError, match=rf"{name}: got int, expected a nimblert\.{name.title()}"):
         nimblert.load(path, **{name: 3})
+
+
+@pytest.mark.parametrize("limit", [float("nan"), 1.5, None, "1", True, -1])
+def test_limits_are_whole_numbers(limit: Any) -> None:
+    with pytest.raises(InputError, match=rf"^limits: kernels is {limit!r}, expected a whole number of at least 0$"):
+        Limits(kernels=limit)
+    assert Limits(kernels=0, programs=np.int64(2)).programs == 2  # type: ignore[arg-type] (what is tested)
 
 
 def test_bytes_that_change_later_do_not_change_the_plan(path: Path, model: Executable) -> None:
