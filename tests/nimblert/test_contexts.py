@@ -503,6 +503,7 @@ def test_outputs_are_new_arrays_or_the_callers_or_views_that_the_next_run_writes
     [
         ({"z": np.zeros((4, WIDTH), np.float32)}, "out: 'z' is not one of the plan's outputs ['y']"),
         ({"y": [0.0]}, "out 'y': got list, expected a numpy array: use numpy.asarray(value, 'float32')"),
+        ({"y": np.ndarray}, "out 'y': got the class ndarray, expected an array"),
         ({"y": np.zeros((4, WIDTH))}, "out 'y': dtype float64, expected float32: give an array of that dtype"),
         ({"y": np.zeros((WIDTH, 4), np.float32)}, f"out 'y': shape ({WIDTH}, 4), expected (4, {WIDTH})"),
         (

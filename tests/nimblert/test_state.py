@@ -126,6 +126,13 @@ def test_a_plan_without_state_says_so() -> None:
         loaded.state["kept"]
 
 
+def test_what_is_no_name_is_not_found(loaded: Executable) -> None:
+    with pytest.raises(InputError, match=r"^state \[\]: not found, the plan has \['kept'\]$"):
+        loaded.state[[]]  # type: ignore[index] (what is tested)
+    with pytest.raises(InputError, match=r"^input \[\]: not found, the entry has "):
+        loaded.empty_input([], entry="write")  # type: ignore[arg-type] (what is tested)
+
+
 ASKING: list[Callable[[Any], object]] = [
     lambda context: context.state["kept"],
     lambda context: context.state.update({"kept": floats(0, 0, 0, 0)}),

@@ -34,7 +34,7 @@ class Signature:
 
     def largest_input(self, name: str) -> Tensor:
         """An input in the largest of its sizes. Raises InputError where there is none of this name."""
-        if name not in self._inputs:
+        if name not in self._names:
             raise InputError(f"input {name!r}: not found, the entry has {list(self._names)}")
         sizes = [tensor for program in self.programs for tensor in program.inputs if tensor.name == name]
         return max(sizes, key=lambda tensor: tensor.span_nbytes)
@@ -191,6 +191,8 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
         )
     elif isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
+    elif isinstance(value, type):  # torch.Tensor has the methods of an array, too
+        raise InputError(f"{side} {tensor.name!r}: got the class {value.__name__}, expected an array")
     else:
         array = _taken(f"{side} {tensor.name!r}", tensor, value, take)
     expected = tensor.dtype if isinstance(array, DeviceArray) else numpy_dtype(tensor.dtype)

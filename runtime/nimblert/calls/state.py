@@ -152,8 +152,8 @@ class State(Mapping[str, np.ndarray]):
         return tensor, array
 
     def _tensor(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            known = list(self._tensors)
+        known = list(self._tensors)
+        if name not in known:
             raise InputError(f"state {name!r}: not found, the plan has {known or 'none'}")
         return self._tensors[name]
 
