@@ -82,7 +82,7 @@ class ExecutablePool(Pool):
         return tuple(member.executable.device for member in self._members)
 
     def __call__(
-        self, *args: Any, entry: str | None = None, **kwargs: Any
+        self, /, *args: Any, entry: str | None = None, **kwargs: Any
     ) -> np.ndarray | tuple[np.ndarray, ...]:
         """As a call of an executable, on the device with the fewest calls in flight."""
         return self._call(lambda executable: executable(*args, entry=entry, **kwargs))

@@ -22,9 +22,10 @@ import numpy as np
 from nimblert.arrays import layouts, padding
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.calls.changing import Commit
+from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
-from nimblert.cpu.direct import Direct, at_work, no_memory
+from nimblert.cpu.direct import Direct, at_work
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
 from nimblert.cpu.onnx_threads import Pool, Threads
@@ -256,12 +257,9 @@ class CpuBackend:
         return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
 
     def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
-        """A new array for an output. Raises InputError where it needs more memory than there is."""
+        """A new array for an output."""
         del on_device  # all is of the host
-        try:
-            return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
-        except MemoryError as exc:
-            raise no_memory(exc) from exc
+        return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
 
     def run(self) -> None:
         """Compute ``outputs`` from ``inputs``. Raises InputError where an op fails."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nimblert.calls.outputs import no_memory
 from nimblert.calls.turn import Turn
-from nimblert.errors import InputError
 from nimblert.plan import Program
 
 if TYPE_CHECKING:
@@ -100,8 +100,3 @@ class Direct:
             except MemoryError as exc:
                 raise no_memory(exc) from exc
             return results
-
-
-def no_memory(exc: MemoryError) -> InputError:
-    """The error to raise where there is no memory for an output."""
-    return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")

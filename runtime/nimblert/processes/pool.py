@@ -56,7 +56,7 @@ class ProcessPool(Pool):
         return tuple(process.device for process in self._dispatcher.processes)
 
     def __call__(
-        self, *args: Any, entry: str | None = None, **kwargs: Any
+        self, /, *args: Any, entry: str | None = None, **kwargs: Any
     ) -> np.ndarray | tuple[np.ndarray, ...]:
         """As a call of an executable, on the device with the fewest calls in flight."""
         signature = self._signatures[entry]
