@@ -40,7 +40,7 @@ def test_a_missing_file(path: Path) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match="cannot be read"):
+    with pytest.raises(CompileError, match="is not a regular file"):
         model_file.load(tmp_path)
 
 

@@ -1,5 +1,6 @@
 """verify --against: plans beside ONNX Runtime, value by value."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,8 @@ def test_a_plan_of_another_model_is_refused(nimblec: CommandLine, plan: Path, tm
     outputs = refused("x", TensorProto.FLOAT, "b", 3, 16, "w", output="q")
     assert "its outputs are 'y', 'digit', the model's 'q'" in outputs
     assert "does not exist" in nimblec_refused(tmp_path / "none.onnx")
+    os.mkfifo(tmp_path / "pipe.onnx")
+    assert nimblec_refused(tmp_path / "pipe.onnx") == f"nimblec: {tmp_path / 'pipe.onnx'}: is not a regular file"
     assert "not an ONNX file" in nimblec_refused(plan)
 
 

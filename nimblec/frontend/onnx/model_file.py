@@ -81,6 +81,8 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     UnsupportedModelError for a model with unknown operators.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # reading a pipe may never end
+        raise CompileError(f"{path}: is not a regular file")
     try:
         model = onnx.load(path, load_external_data=False)
     except FileNotFoundError as exc:
