@@ -1,5 +1,6 @@
 """The state of a loaded plan by name: read, written, reset, and refused in one sentence."""
 
+import json
 import os
 import sys
 import threading
@@ -247,6 +248,17 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     refused = pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file")
     with refused, safetensors.opened(tmp_path / name):
         pass
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [0, 2**62, 2**62], [0, 2**63]])
+def test_a_file_with_a_shape_that_no_array_has(loaded: Executable, tmp_path: Path, shape: list[int]) -> None:
+    pytest.importorskip("safetensors", reason="needs safetensors: not installed")
+    nbytes = 0 if 0 in shape else 4
+    header = json.dumps({"kept": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(InputError, match="safetensors: 'kept' has a shape that no array has: "):
+        loaded.state.load(path)
 
 
 def test_a_name_too_long_for_a_file(loaded: Executable) -> None:

@@ -52,7 +52,10 @@ class Arrays(Mapping[str, np.ndarray]):
         dtype = described.get_dtype()
         if dtype not in _DTYPES:
             raise InputError(f"{self._name}: {key!r} has dtype {dtype}, which no plan has: convert it")
-        return np.broadcast_to(np.zeros((), numpy_dtype(_DTYPES[dtype])), described.get_shape())
+        try:
+            return np.broadcast_to(np.zeros((), numpy_dtype(_DTYPES[dtype])), described.get_shape())
+        except ValueError as exc:
+            raise InputError(f"{self._name}: {key!r} has a shape that no array has: {exc}") from exc
 
 
 @contextmanager
