@@ -67,7 +67,12 @@ def inputs(
         raise InputError(f"input {unknown[0]!r} is not one of the plan's inputs {list(tensors)}")
     restored = {name: arguments.restore_dtype(array, tensors[name]) for name, array in given.items()}
     _check_dims(entry, dims)
-    return {**golden.draw_inputs(_sized(entry.programs, given, dict(dims)), seed), **restored}
+    sized = _sized(entry.programs, given, dict(dims))
+    try:
+        drawn = golden.draw_inputs(sized, seed)
+    except (MemoryError, ValueError) as exc:  # the latter for more bytes than can be addressed
+        raise InputError(f"inputs that are not given cannot be drawn: {exc}") from exc
+    return {**drawn, **restored}
 
 
 def _check_dims(entry: Entry, dims: Sequence[tuple[str, int]]) -> None:

@@ -138,6 +138,17 @@ def test_a_wrong_input_is_refused(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("command", ["run", "bench"])
+@pytest.mark.parametrize("size", [10**12, 2**62])
+def test_inputs_larger_than_memory_are_refused(nimblec: CommandLine, tmp_path: Path, command: str, size: int) -> None:
+    from nimblec import compile as compile_model
+
+    plan = tmp_path / "batch.plan"
+    compile_model(ROOT / "samples" / "digits_batch.onnx", target="cpu", dims={"batch": "1,2"}).save(plan)
+    sentence = nimblec.refused(command, plan, "--dim", f"batch={size}")
+    assert sentence.startswith("inputs that are not given cannot be drawn: ")
+
+
 def test_an_unknown_input_name_is_refused_with_the_known_ones(
     nimblec: CommandLine, digits: Path, tmp_path: Path
 ) -> None:
