@@ -8,6 +8,8 @@ from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.frontend.onnx import model_file, model_nodes
+from nimblec.frontend.onnx.external_data import read_bytes
+from nimblert.arrays.dtypes import numpy_dtype
 
 
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
@@ -28,10 +30,14 @@ def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> fro
 
 
 def _equal(tensor: TensorProto, folder: Path, array: np.ndarray) -> bool:
-    if model_file.dtype_name(tensor.data_type) is None or tuple(tensor.dims) != array.shape:
+    dtype = model_file.dtype_name(tensor.data_type)
+    if dtype is None or tuple(tensor.dims) != array.shape or numpy_dtype(dtype) != array.dtype:
         return False
-    original = numpy_helper.to_array(tensor, base_dir=str(folder))
-    return original.dtype == array.dtype and np.array_equal(_bytes(original), _bytes(array))
+    if tensor.data_location == TensorProto.EXTERNAL:
+        original = np.frombuffer(read_bytes(tensor, folder, array.nbytes), np.uint8)
+    else:
+        original = _bytes(numpy_helper.to_array(tensor))
+    return np.array_equal(original, _bytes(array))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -274,6 +274,37 @@ def test_external_data(path: Path) -> None:
         plan_file(path)
 
 
+def test_external_data_that_are_linked(path: Path) -> None:
+    weight = RNG.standard_normal((3, 500)).astype(np.float32)
+    write_model(
+        path, [node("MatMul", ["x", "w"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 500)], constants={"w": weight}
+    )
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    data = path.parent / "data"
+    data.rename(path.parent / "stored")
+    data.hardlink_to(path.parent / "stored")
+    (name,) = assert_same(path, {"x": X}).weights
+    assert name.name == "w"
+    data.unlink()
+    data.symlink_to("stored")
+    assert_same(path, {"x": X})
+    assert model_file.load(path).graph.initializer[0].raw_data == weight.tobytes()
+
+
+def test_external_data_whose_length_is_zero(path: Path) -> None:
+    """ONNX Runtime takes as many bytes as the tensor has."""
+    constants = {"w": RNG.standard_normal((3, 500)).astype(np.float32), "b": np.ones(500, np.float32)}
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Add", ["a", "b"], ["y"])]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 500)], constants=constants)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        next(entry for entry in tensor.external_data if entry.key == "length").value = "0"
+    path.write_bytes(model.SerializeToString())
+    plan = assert_same(path, {"x": X})
+    assert {weight.name for weight in plan.weights} == {"w", "b"}
+
+
 @pytest.mark.parametrize(
     ("nodes", "outputs", "message"),
     [

@@ -319,6 +319,16 @@ def test_external_data_outside_the_models_folder(path: Path, location: str) -> N
         model_file.load(path)
 
 
+def test_external_data_behind_a_link_out_of_the_models_folder(path: Path) -> None:
+    (path.parent / "model").mkdir()
+    path = path.parent / "model" / path.name
+    onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    (path.parent / "data").rename(path.parent.parent / "elsewhere")
+    (path.parent / "data").symlink_to("../elsewhere")
+    with pytest.raises(CompileError, match=r"data: is a link out of the model's folder; initializer 'w' is stored in"):
+        model_file.load(path)
+
+
 def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     onnx.save(image_model(path), path, save_as_external_data=True, location="data", size_threshold=0)
     assert model_file.load(path).graph.initializer[0].raw_data == np.ones(8, np.float32).tobytes()

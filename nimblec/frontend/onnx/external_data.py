@@ -6,7 +6,6 @@ from pathlib import Path, PurePosixPath
 import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from nimblec.errors import CompileError, UnsupportedModelError
 
@@ -60,6 +59,10 @@ def check_external_data(model: ModelProto, path: Path) -> None:
                 f"model's folder"
             )
         data = path.parent / location
+        if not data.resolve().is_relative_to(path.parent.resolve()):
+            raise CompileError(
+                f"{data}: is a link out of the model's folder; initializer {tensor.name!r} is stored in it"
+            )
         if not data.is_file():
             raise CompileError(f"{data}: missing; initializer {tensor.name!r} of {path} is stored in it")
         try:
@@ -78,6 +81,19 @@ def check_external_data(model: ModelProto, path: Path) -> None:
 def read_external_data(model: ModelProto, folder: Path) -> None:
     """Read the data files of a model, which are in ``folder``, into it."""
     for tensor in external_tensors(model):
-        load_external_data_for_tensor(tensor, str(folder))
+        tensor.raw_data = read_bytes(tensor, folder)
         tensor.data_location = TensorProto.DEFAULT
         tensor.ClearField("external_data")
+
+
+def read_bytes(tensor: TensorProto, folder: Path, nbytes: int = -1) -> bytes:
+    """The bytes of a tensor that is stored in a file in ``folder``, once `check_external_data` accepted the model.
+
+    Where the model gives no length, or 0 as ONNX Runtime allows, ``nbytes`` are read, or all up to the file's end.
+    Unlike onnx, this takes links: stores that keep equal files once make these.
+    """
+    entry = {item.key: item.value for item in tensor.external_data}
+    with (folder / entry["location"]).open("rb") as file:
+        file.seek(int(entry.get("offset", "0")))
+        content: bytes = file.read(int(entry.get("length", "0")) or nbytes)
+    return content
