@@ -12,7 +12,7 @@ import nimblec
 from nimblec.cli.bench import bench_plan
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
-from nimblec.cli.console import echo, echo_lines, escape_what_has_no_encoding
+from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.cli.run import run_plan
@@ -53,6 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 on success, 2 on an error, which is one sentence on standard error."""
     obj = OWN_PROCESS if args is None else None
     if obj:
+        discard_what_is_closed()
         escape_what_has_no_encoding()
     try:
         with prompt_interrupts() if obj else nullcontext():

@@ -6,6 +6,7 @@ escaped as in JSON: \u001b.
 
 import io
 import json
+import os
 import sys
 
 
@@ -30,6 +31,12 @@ def _write(text: str, *, err: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{text}\n")
     stream.flush()
+
+
+def discard_what_is_closed() -> None:
+    """Let what is written to a closed stream (``>&-``) go nowhere, as print does, rather than to a file opened next."""
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def escape_what_has_no_encoding() -> None:

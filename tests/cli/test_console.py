@@ -117,6 +117,17 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path, command: str) -> Non
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(("closed", "name", "status"), [(">&-", "m.plan", 0), ("2>&-", "none.plan", 2)])
+def test_what_a_closed_stream_would_show_is_dropped(tmp_path: Path, closed: str, name: str, status: int) -> None:
+    cuda_plan().save(tmp_path / "m.plan")
+    command = [sys.executable, "-m", "nimblec", "inspect", "--json", str(tmp_path / name)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+        capture_output=True, text=True, check=False, env=environment(), timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
 def test_a_locale_without_the_names_characters(tmp_path: Path) -> None:
     """Files and names beyond ASCII where Python's own mode for that is off."""
     model = tmp_path / "modèle.onnx"
