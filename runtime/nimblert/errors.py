@@ -10,6 +10,10 @@ class NimbleError(Exception):
     """Root of every error of nimblec and nimblert."""
 
 
+_LONGEST = 500
+"""Characters of one sentence about a plan."""
+
+
 class PlanError(NimbleError, ValueError):
     """A plan file that cannot be used."""
 
@@ -21,11 +25,12 @@ class PlanFormatError(PlanError):
 class PlanInvalidError(PlanError):
     """The bytes decode to a plan that contradicts itself.
 
-    ``problems`` holds one sentence for each rule that is broken.
+    ``problems`` holds one sentence for each rule that is broken, without the middle of one that is very long: names in
+    a plan may be.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(p if len(p) <= _LONGEST else f"{p[:300]}...{p[-150:]}" for p in problems)
         shown = "; ".join(self.problems[:3])
         more = len(self.problems) - 3
         super().__init__(shown + (f"; and {more} more" if more > 0 else ""))

@@ -242,6 +242,12 @@ def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str |
     assert problems == ([sentence] if sentence else [])
 
 
+def test_a_long_name_is_shortened_in_a_refusal() -> None:
+    plan = replace(keeping(), state=(plans.weight("a" * 100_000 + "\n", (1.0, 2.0, 3.0, 4.0), 0),))
+    with pytest.raises(PlanInvalidError, match=r"^state\[0\]\.name: 'a{200,300}\.\.\.a{50,150}\\n' is not printable$"):
+        verify.check(plan)
+
+
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
