@@ -103,7 +103,13 @@ _within = threading.local()
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Notify ``observer`` of the calls of every plan of this process, until the returned function is called."""
+    """Notify ``observer`` of the calls of every plan of this process, until the returned function is called.
+
+    Raises InputError for what is no `Observer`.
+    """
+    if isinstance(observer, type) or not all(callable(getattr(observer, name, None)) for name in ("call", "command")):
+        found = observer.__name__ if isinstance(observer, type) else f"an object of {type(observer).__name__}"
+        raise InputError(f"observer: got {found}, expected an object with the methods call and command")
     if not _observers:
         for name, method in _OBSERVED.items():
             setattr(Context, name, method)

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +94,13 @@ def test_every_call_is_told_and_none_after_the_end(model: Executable) -> None:
     assert all(getattr(Context, name) is plain[name] for name in METHODS)
     model(X["x"])
     assert len(first.kept) == 2 * len(KINDS) + 2
+
+
+@pytest.mark.parametrize("observer", [None, Notes, SimpleNamespace(call=nullcontext)])
+def test_what_cannot_observe_is_refused(model: Executable, observer: Any) -> None:
+    with pytest.raises(InputError, match=r"^observer: got .*, expected an object with the methods call and command$"):
+        telemetry.observe(observer)
+    model(X["x"])
 
 
 def test_steps_are_told_command_by_command(model: Executable) -> None:
