@@ -51,10 +51,11 @@ def user_code(what: str) -> Iterator[None]:
         yield
     except CompileError:
         raise
-    except Exception as exc:  # it may raise anything, and the user needs to see it
+    except (Exception, SystemExit) as exc:  # it may raise anything, and the user needs to see it
         first = root_cause(exc)
         where = f"{line} raised " if (line := users_line(first)) else ""
-        raise TraceError(f"{what}: {where}{type(first).__name__}: {first_line(first)}") from exc
+        said = f": {line}" if (line := first_line(first)) else ""
+        raise TraceError(f"{what}: {where}{type(first).__name__}{said}") from exc
 
 
 def users_line(exc: BaseException) -> str:

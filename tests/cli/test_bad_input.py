@@ -234,6 +234,8 @@ def test_a_failure_on_random_inputs_points_to_examples(nimblec: CommandLine, tmp
     [
         ("import no_such_package", r"cannot be imported: line 1 of .*users\.py raised ModuleNotFoundError: .*"),
         ("def f(:", r"cannot be imported: SyntaxError: .*users\.py, line 1\)"),
+        ("import sys\nsys.exit()", r"cannot be imported: line 2 of .*users\.py raised SystemExit"),
+        ("import sys\ndef f():\n    sys.exit(0)", r"cannot be called: line 3 of .*users\.py raised SystemExit: 0"),
         ("g = 1", r"users has no callable 'f'"),
         ("def f():\n    return {}['size']", r"cannot be called: line 2 of .*users\.py raised KeyError: 'size'"),
         ("def f():\n    return 3", r"returned int, expected \(module, example_inputs\), .*"),
