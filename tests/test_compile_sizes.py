@@ -394,6 +394,22 @@ def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, se
         nimblec.compile(module, (torch.ones(rows, 4),), target="cpu", dims={"batch": "1..64"}, dynamic_shapes=shapes)
 
 
+class _Top(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """The largest three."""
+        return x.topk(3, 1).values
+
+
+def test_the_sizes_that_torch_suggests_are_in_the_refusal() -> None:
+    shapes = ({1: torch.export.Dim("seq", min=2, max=64)},)
+    with pytest.raises(CompileError) as refused:
+        nimblec.compile(_Top(), (torch.ones(3, 5),), target="cpu", dims={"seq": (4, 8)}, dynamic_shapes=shapes)
+    said = str(refused.value)
+    assert said.startswith("the module: torch.export refuses it: Constraints violated (seq): Not all values of seq = ")
+    assert said.endswith("; Suggested fixes: seq = Dim('seq', min=3, max=64)")
+    assert "TORCH_LOGS" not in said
+
+
 class _OfAll(nn.Module):
     """Each row less what all rows of integers, or bools, have in common."""
 

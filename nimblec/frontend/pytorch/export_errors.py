@@ -58,5 +58,9 @@ def _why_fixed(size: int) -> str:
 
 
 def _plain(exc: BaseException) -> str:
-    """The first line of an error, without colour codes."""
-    return re.sub(r"\x1b\[\d*m", "", first_line(exc))
+    """The first line of an error, without colour codes; for sizes that do not fit, torch's reasons and fixes, too."""
+    said = re.sub(r"\x1b\[\d*m", "", first_line(exc))
+    if not said.startswith("Constraints violated"):
+        return said
+    reasons = (line.strip(" -") for line in str(exc).strip().partition("\n\n")[0].split("\n")[1:])
+    return f"{said.partition('!')[0]}: {'; '.join(reasons)}".replace("fixes:;", "fixes:")
