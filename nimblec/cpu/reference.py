@@ -10,9 +10,9 @@ from onnx import ModelProto, ValueInfoProto
 
 from nimblec.cpu.kernels import symbol
 from nimblec.cpu.optimizer_process import EXTERNAL_DATA_FOLDER
-from nimblec.errors import CompileError
+from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
-from nimblec.frontend.onnx import model_nodes
+from nimblec.frontend.onnx import model_file, model_nodes
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors
 from nimblert.cpu.onnx_threads import STEPPED
 from nimblert.plan import Profile
@@ -85,8 +85,16 @@ def run_reference(
     """The outputs of `InferenceSession(model)` with default options.
 
     ``folder`` has the model's external data. The session has ``threads``; None is as many as it likes, but one where
-    several would sum in another order than a plan. Raises CompileError where the run fails.
+    several would sum in another order than a plan. Raises CompileError where the run fails, UnsupportedModelError for
+    inputs and outputs of bfloat16.
     """
+    for role, tensors in (("input", model_file.inputs(model)), ("output", model_file.outputs(model))):
+        for tensor in tensors:
+            if tensor.dtype == "bfloat16":
+                raise UnsupportedModelError(
+                    f"{role} {tensor.name!r} is bfloat16, which ONNX Runtime exchanges with no caller from Python: "
+                    "convert it to float32 in the model, or compile for --target cuda"
+                )
     return [np.asarray(output) for output in _run(model, folder, inputs, threads)]
 
 

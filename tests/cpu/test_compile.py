@@ -330,6 +330,24 @@ def test_a_module_in_bfloat16_is_refused_by_its_operator() -> None:
         nimblec.compile(module, torch.ones(1, 2).bfloat16(), target="cpu")
 
 
+@pytest.mark.parametrize(
+    ("module", "dtype", "named"),
+    [
+        (torch.nn.Identity(), torch.bfloat16, "input 'x'"),
+        (torch.nn.Flatten(), torch.bfloat16, "input 'x'"),
+        (torch.nn.Linear(2, 2), torch.float32, "output 'output'"),
+    ],
+)
+def test_inputs_and_outputs_in_bfloat16_are_refused_by_name(
+    module: torch.nn.Module, dtype: torch.dtype, named: str
+) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return module(x).to(torch.bfloat16)
+
+    with pytest.raises(CompileError, match=rf"^{named} is bfloat16, .*: convert it to float32 in the model, or"):
+        nimblec.compile(forward, torch.ones(1, 2, dtype=dtype), target="cpu")
+
+
 def test_what_a_model_raises_is_said_in_a_sentence() -> None:
     error = r"^the module cannot be run on its example inputs: (line \d+ of .* raised )?RuntimeError: .*mat1 and mat2"
     with pytest.raises(CompileError, match=error):
