@@ -348,6 +348,16 @@ def test_inputs_and_outputs_in_bfloat16_are_refused_by_name(
         nimblec.compile(forward, torch.ones(1, 2, dtype=dtype), target="cpu")
 
 
+def test_an_output_of_uint64() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.uint64)
+
+    plan = nimblec.compile(forward, torch.arange(4), target="cpu", plan_cache=None)
+    with executable.load(plan) as loaded:
+        found = loaded(np.arange(3, 7))
+    assert (found.dtype, found.tolist()) == (np.uint64, [3, 4, 5, 6])
+
+
 def test_what_a_model_raises_is_said_in_a_sentence() -> None:
     error = r"^the module cannot be run on its example inputs: (line \d+ of .* raised )?RuntimeError: .*mat1 and mat2"
     with pytest.raises(CompileError, match=error):

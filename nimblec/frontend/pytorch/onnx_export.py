@@ -246,14 +246,16 @@ def accuracy(
     """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model.
 
     Nor is one of a model with an empty tensor, on which kernels of ONNX Runtime may end the process before the rules of
-    a plan refuse them.
+    a plan refuse them. Nor one with an output of uint64, which torch does not take from ONNX Runtime.
 
     ``nudged`` are PyTorch's outputs for inputs that differ by rounding. An output that this changes visibly is in part
     nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention: what it may
     differ by grows with the change, and where that is large it is not compared.
     """
     made = [value for node in program.model.graph for value in node.outputs]
-    if any(value.shape is not None and 0 in value.shape for value in (*program.model.graph.inputs, *made)):
+    graph = program.model.graph
+    has_empty = any(value.shape is not None and 0 in value.shape for value in (*graph.inputs, *made))
+    if has_empty or any(value.dtype is not None and value.dtype.name == "UINT64" for value in graph.outputs):
         return ()
     is_half = any(value.dtype is not None and value.dtype.name in {"FLOAT16", "BFLOAT16"} for value in made)
     bound = _ANOTHER_HALF_MODEL if is_half else _ANOTHER_MODEL
