@@ -12,6 +12,7 @@ import torch
 
 import nimblec
 import nimblert
+from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch import onnx_export
 from nimblec.frontend.pytorch.model import bind
 from nimblec.inspect.inspection import describe
@@ -216,3 +217,19 @@ def test_timing_begins_with_the_first_state_each_time() -> None:
         for i in range(4):
             x = torch.full((1, 3), float(i))
             close(executable(x.numpy()), model(x))
+
+
+@pytest.mark.parametrize("other", ["tensor", "view"])
+def test_buffers_in_the_same_memory_are_named(other: str) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(2, 3))
+            self.register_buffer("row", self.total if other == "tensor" else self.total[0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x)
+            return self.row * 2
+
+    with pytest.raises(UnsupportedModelError, match=r"^the module has 'total' and 'row' in the same memory, "):
+        compiled(Module(), torch.ones(3))

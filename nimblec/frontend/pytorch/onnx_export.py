@@ -32,6 +32,7 @@ from nimblec.frontend.pytorch.state import (
     declared_writes,
     find_state,
     refuse_autocast,
+    refuse_shared_buffers,
     storages,
     written_by,
 )
@@ -45,6 +46,9 @@ _MAGNIFIED = 0.01
 """The same, of what rounding of the inputs changes: an output that magnifies rounding so much is not compared."""
 _OF_ROUNDING = 16
 """Rounding within a model may change an output by this many times what rounding of its inputs does."""
+
+_OVERLAPPING = "expected compiled_fn to be GraphModule"
+"""What torch says of a graph that writes a tensor whose memory another tensor of the module shares."""
 
 _BEFORE, _AFTER = "state before: ", "state after: "
 """Prefixes of the names of state tensors in the file, which no input or output of the module has."""
@@ -88,13 +92,17 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
     for entry, call in calls.items():
         paths[entry].parent.mkdir()
         known = {held[other][name] for other, names in written.items() for name in names}
-        if known.isdisjoint(held[entry].values()):
-            try:
+        try:
+            if known.isdisjoint(held[entry].values()):
                 exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable), ()
-            except StateFoundError as exc:
-                written[entry] = exc.names
-        else:  # a file without the state would be useless
-            written[entry] = _written(call)
+            else:  # a file without the state would be useless
+                written[entry] = _written(call)
+        except StateFoundError as exc:
+            written[entry] = exc.names
+        except TraceError as exc:
+            if _OVERLAPPING in str(exc):
+                refuse_shared_buffers(call.name, call.module)
+            raise
     for entry, state in find_state(calls, written).items():
         if state:
             exported[entry] = _export_with_state(calls[entry], state, paths[entry], refittable=refittable)

@@ -104,12 +104,26 @@ def state_of(what: str, module: Any, written: Sequence[str], elsewhere: Collecti
         if storage in own or storage in elsewhere:
             first = names.setdefault(storage, name)
             if tensors[first] is not tensors[name]:
-                raise UnsupportedModelError(
-                    f"{what} has {first!r} and {name!r} in the same memory, which a run writes: make one a view "
-                    "of the other in forward, not a tensor of the module"
-                )
+                raise _shared(what, first, name)
     return tuple(
         StateTensor(name=name, storage=storage, is_written=storage in own) for storage, name in names.items()
+    )
+
+
+def refuse_shared_buffers(what: str, module: Any) -> None:
+    """Raise UnsupportedModelError for two buffers in the same memory, of a module that writes such a one."""
+    buffers = module.named_buffers(remove_duplicate=False) if isinstance(module, torch.nn.Module) else ()
+    names: dict[int, str] = {}
+    for name, buffer in buffers:
+        first = names.setdefault(buffer.untyped_storage()._cdata, name)
+        if first != name:
+            raise _shared(what, first, name)
+
+
+def _shared(what: str, first: str, other: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{what} has {first!r} and {other!r} in the same memory, which a run writes: make one a view of the other in "
+        "forward, not a tensor of the module"
     )
 
 
