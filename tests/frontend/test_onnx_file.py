@@ -327,6 +327,10 @@ def test_external_data_behind_a_link_out_of_the_models_folder(path: Path) -> Non
     (path.parent / "data").symlink_to("../elsewhere")
     with pytest.raises(CompileError, match=r"data: is a link out of the model's folder; initializer 'w' is stored in"):
         model_file.load(path)
+    (path.parent / "data").unlink()
+    (path.parent / "data").symlink_to("data")
+    with pytest.raises(CompileError, match="data: missing; initializer 'w'"):
+        model_file.load(path)
 
 
 def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:

@@ -1,5 +1,6 @@
 """The files in which an ONNX model stores its tensors."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -59,7 +60,7 @@ def check_external_data(model: ModelProto, path: Path) -> None:
                 f"model's folder"
             )
         data = path.parent / location
-        if not data.resolve().is_relative_to(path.parent.resolve()):
+        if not Path(os.path.realpath(data)).is_relative_to(os.path.realpath(path.parent)):
             raise CompileError(
                 f"{data}: is a link out of the model's folder; initializer {tensor.name!r} is stored in it"
             )
