@@ -62,7 +62,8 @@ def check_external_data(model: ModelProto, path: Path) -> None:
         data = path.parent / location
         if not Path(os.path.realpath(data)).is_relative_to(os.path.realpath(path.parent)):
             raise CompileError(
-                f"{data}: is a link out of the model's folder; initializer {tensor.name!r} is stored in it"
+                f"{data}: is a link out of the model's folder; initializer {tensor.name!r} is stored in it: copy the "
+                "file there (cp -L)"
             )
         if not data.is_file():
             raise CompileError(f"{data}: missing; initializer {tensor.name!r} of {path} is stored in it")
