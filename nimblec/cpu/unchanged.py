@@ -34,7 +34,7 @@ def _equal(tensor: TensorProto, folder: Path, array: np.ndarray) -> bool:
     if dtype is None or tuple(tensor.dims) != array.shape or numpy_dtype(dtype) != array.dtype:
         return False
     if tensor.data_location == TensorProto.EXTERNAL:
-        original = np.frombuffer(read_bytes(tensor, folder, array.nbytes), np.uint8)
+        original = np.frombuffer(read_bytes(tensor, folder), np.uint8)
     else:
         original = _bytes(numpy_helper.to_array(tensor))
     return np.array_equal(original, _bytes(array))

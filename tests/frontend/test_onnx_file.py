@@ -339,6 +339,29 @@ def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     assert not model_file.load(path, external_data=False).graph.initializer[0].raw_data
 
 
+def test_external_data_of_length_0_are_as_long_as_the_shape_tells(tmp_path: Path) -> None:
+    """As for ONNX Runtime; onnx itself writes it for an empty tensor."""
+    given = {
+        "empty": (TensorProto.FLOAT, (0, 3), b""),
+        "floats": (TensorProto.FLOAT, (5, 3), np.arange(15, dtype=np.float32).tobytes()),
+        "packed": (TensorProto.INT4, (3,), b"\x21\x03"),
+        "integers": (TensorProto.INT64, (3,), np.arange(3).tobytes()),
+    }
+    tensors, content = [], b""
+    for name, (kind, dims, data) in given.items():
+        tensor = TensorProto(name=name, data_type=kind, dims=dims, data_location=TensorProto.EXTERNAL)
+        for key, value in (("location", "data"), ("offset", str(len(content))), ("length", "0")):
+            tensor.external_data.add(key=key, value=value)
+        tensors.append(tensor)
+        content += data
+    (tmp_path / "data").write_bytes(content)
+    graph = helper.make_graph([], "g", [], [helper.make_tensor_value_info("floats", 1, (5, 3))], initializer=tensors)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]).SerializeToString())
+    found = {tensor.name: tensor.raw_data for tensor in model_file.load(path).graph.initializer}
+    assert found == {name: data for name, (_, _, data) in given.items()}
+
+
 def test_external_data_of_a_sparse_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are below the model's folder, whatever the current one has."""
     model = helper.make_model(helper.make_graph([], "g", [], [helper.make_tensor_value_info("w", 1, (4,))]))

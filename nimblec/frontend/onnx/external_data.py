@@ -2,13 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path, PurePosixPath
 
 import onnx
 from google.protobuf.message import DecodeError, Message
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, TensorProto, helper
 
 from nimblec.errors import CompileError, UnsupportedModelError
+
+_PACKED_BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
+"""Bits of an element by type, where a byte holds several."""
 
 
 def data_files(path: Path) -> tuple[Path, ...]:
@@ -88,14 +92,25 @@ def read_external_data(model: ModelProto, folder: Path) -> None:
         tensor.ClearField("external_data")
 
 
-def read_bytes(tensor: TensorProto, folder: Path, nbytes: int = -1) -> bytes:
+def read_bytes(tensor: TensorProto, folder: Path) -> bytes:
     """The bytes of a tensor that is stored in a file in ``folder``, once `check_external_data` accepted the model.
 
-    Where the model gives no length, or 0 as ONNX Runtime allows, ``nbytes`` are read, or all up to the file's end.
-    Unlike onnx, this takes links: stores that keep equal files once make these.
+    Where the model gives no length, or 0 as ONNX Runtime allows, the shape tells it, up to the end of the file. Unlike
+    onnx, this takes links: stores that keep equal files once make these.
     """
     entry = {item.key: item.value for item in tensor.external_data}
-    with (folder / entry["location"]).open("rb") as file:
-        file.seek(int(entry.get("offset", "0")))
-        content: bytes = file.read(int(entry.get("length", "0")) or nbytes)
+    path, offset = folder / entry["location"], int(entry.get("offset", "0"))
+    left = path.stat().st_size - offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        content: bytes = file.read(int(entry.get("length", "0")) or min(_nbytes(tensor, left), left))
     return content
+
+
+def _nbytes(tensor: TensorProto, unknown: int) -> int:
+    """The size of a tensor's data; that which is ``unknown`` for a type that onnx does not know."""
+    if tensor.data_type not in helper.get_all_tensor_dtypes():
+        return unknown
+    packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))
+    bits = packed or 8 * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return int(-(-prod(tensor.dims) * bits // 8))
