@@ -42,16 +42,17 @@ class MissingPackageError(CompileError):
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
+def user_code(what: str, *also: type[BaseException]) -> Iterator[None]:
     """Turn whatever the user's code raises inside the block into a TraceError that begins with ``what``.
 
     A CompileError is of our own code, and stays.
     """
+    caught: tuple[type[BaseException], ...] = (Exception, *also)
     try:
         yield
     except CompileError:
         raise
-    except (Exception, SystemExit) as exc:  # it may raise anything, and the user needs to see it
+    except caught as exc:  # it may raise anything, and the user needs to see it
         first = root_cause(exc)
         where = f"{line} raised " if (line := users_line(first)) else ""
         said = f": {line}" if (line := first_line(first)) else ""

@@ -1,5 +1,6 @@
 """Which variant is kept, and that nothing of the others is, over recordings that take no GPU."""
 
+import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,6 +55,14 @@ class Quick(Selector):
     def _fail(self, name: str) -> None:
         with user_code(f"{name} fails"):
             int(name)
+
+
+def test_a_signal_handler_ends_the_process_where_users_code_runs() -> None:
+    """What it raises to that end is no error of the code, except where a module is imported for its name."""
+    with pytest.raises(SystemExit), user_code("it fails"):
+        sys.exit(3)
+    with pytest.raises(TraceError, match=r"it fails: .*SystemExit: 3"), user_code("it fails", SystemExit):
+        sys.exit(3)
 
 
 def tried(*names: str) -> list[Variant]:

@@ -29,7 +29,7 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
             yield
     except NimbleError:
         raise
-    except (Exception, SystemExit) as exc:  # the user's code may raise anything, and the user needs to see it
+    except Exception as exc:  # the user's code may raise anything, and the user needs to see it
         first = root_cause(exc)
         line = users_line(first)
         if isinstance(first, BY_VALUE):

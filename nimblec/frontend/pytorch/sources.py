@@ -140,12 +140,12 @@ def import_entries(spec: str) -> dict[str, ModuleCall]:
     them, for an entry "main", or a dict of such by the names of entries.
     """
     module_name, _, name = spec.partition(":")
-    with user_code(f"{spec}: {module_name} cannot be imported"):
+    with user_code(f"{spec}: {module_name} cannot be imported", SystemExit):
         module = importlib.import_module(module_name)
     builder = getattr(module, name, None)
     if not callable(builder):
         raise CompileError(f"{spec}: {module_name} has no callable {name!r}")
-    with user_code(f"{spec}: cannot be called"):
+    with user_code(f"{spec}: cannot be called", SystemExit):
         built = builder()
     try:
         found = read_entries(spec, built) if isinstance(built, Mapping) else {"main": _model_and_inputs(built)}
