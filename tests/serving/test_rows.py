@@ -158,7 +158,7 @@ def test_outputs_of_a_healthy_plan_differ_by_rounding_alone(
         return {**outputs, "probabilities": outputs["probabilities"] * np.float32(1 + change)}
 
     monkeypatch.setattr(model, "run", run)
-    refusal = pytest.raises(RuntimeError, match=r"output 'probabilities' is not what it was at load: different \(")
+    refusal = pytest.raises(RuntimeError, match="output 'probabilities' is not what it was at load")
     with nullcontext() if is_healthy else refusal:
         probe.check()
 
@@ -166,7 +166,23 @@ def test_outputs_of_a_healthy_plan_differ_by_rounding_alone(
 def test_what_two_runs_of_a_plan_may_differ_by_is_in_its_golden_record(plan: Plan) -> None:
     programs = (replace(p, golden=p.golden and replace(p.golden, tolerance=0.5)) for p in plan.programs)
     with nimblert.load(replace(plan, programs=tuple(programs))) as model:
-        assert Probe(model)._expected.tolerance == 0.5
+        assert Probe(model)._tolerance == 0.5
+
+
+def test_every_value_of_an_output_is_probed(model: nimblert.Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, first = Probe(model), model.run
+
+    def run(inputs: Arrays) -> Arrays:
+        outputs = first(inputs)
+        wrong = np.tile(outputs["probabilities"], (1000, 1))
+        if len(probe._expected["probabilities"]) == len(wrong):
+            wrong[500, 1] = np.nan
+        return {**outputs, "probabilities": wrong}
+
+    monkeypatch.setattr(model, "run", run)
+    probe._expected = run(probe._inputs)
+    with pytest.raises(RuntimeError, match="output 'probabilities' is not what it was at load"):
+        probe.check()
 
 
 # --- the protocol

@@ -124,7 +124,7 @@ def opened(opening: Callable[..., Any], *args: object) -> Any:
             raise
         raise InputError(
             f"processes: this process has no file left to open ({exc.strerror}), and needs two for each context of "
-            "each device, three while its process starts: give fewer contexts, or raise the limit (ulimit -n)"
+            "each device, three while the processes start: give fewer contexts, or raise the limit (ulimit -n)"
         ) from exc
 
 
