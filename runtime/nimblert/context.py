@@ -321,7 +321,7 @@ class Context:
                 self._turn.parts, shapes = 1, None
                 backend = self._backend(chosen)
                 if taken:
-                    check_apart(taken, chosen, backend, bindings.addresses())
+                    check_apart(taken, chosen, backend)
                 results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
                 self._turn.parts = chosen.count
@@ -410,14 +410,23 @@ class Context:
         self.close()
 
 
-def while_idle(
-    contexts: Sequence[Context], do: Callable[[list[dict[str, Backend]]], T], *loaded: dict[str, Backend]
-) -> T:
+def while_idle(contexts: Sequence[Context], do: Callable[[list[dict[str, Backend]]], T]) -> T:
     """What ``do`` returns while all these contexts are idle. Other callers block until it returns.
 
-    It takes the backends of each context's loaded programs by name, after those in ``loaded``, and may replace them.
-    Raises InputError where a run by steps is half done.
+    It takes the backends of each context's loaded programs by name, and may replace them.
+    Raises InputError where a run by steps is half done, and for more contexts than the stack has frames for.
     """
+    try:
+        return _while_idle(contexts, do)
+    except RecursionError as exc:
+        raise InputError(
+            f"{len(contexts)} contexts are too many to wait for at a time: close some, or raise sys.setrecursionlimit"
+        ) from exc
+
+
+def _while_idle(
+    contexts: Sequence[Context], do: Callable[[list[dict[str, Backend]]], T], *loaded: dict[str, Backend]
+) -> T:
     if not contexts:
         return do([*loaded])
     first, *others = contexts
@@ -429,6 +438,6 @@ def while_idle(
             if not turn.closed:
                 turn.check_ready()
             first._changed()  # noqa: SLF001
-            return while_idle(others, do, *loaded, {} if turn.closed else first._backends)  # noqa: SLF001
+            return _while_idle(others, do, *loaded, {} if turn.closed else first._backends)  # noqa: SLF001
     finally:
         turn.waits = waits

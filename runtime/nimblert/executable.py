@@ -1,6 +1,7 @@
 """Executable: a loaded plan, with its code and weights on one device; and `load`, which makes one."""
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,9 +141,12 @@ class Executable(Context):
         """Do checked refits; ``commit`` is called with the change once nothing else can fail."""
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
-        renew = partial(self._renew, refits, commit)
+
+        def renew(own: list[dict[str, Backend]]) -> set[Backend]:
+            return while_idle(copied(self._contexts), lambda others: self._renew(refits, commit, [*own, *others]))
+
         with self._making_spares.taken(), self._making_spares.lock:
-            unused = while_idle([self], lambda own: while_idle(copied(self._contexts), renew, *own))
+            unused = while_idle([self], renew)
         for backend in unused:
             backend.close()
 
@@ -195,10 +199,11 @@ class Executable(Context):
 
     def hold(self, timeout_s: float) -> None:
         """As `Context.hold`; no more spare contexts are made either."""
+        end_at = time.monotonic() + timeout_s
         if self._turn.can_end:
             self._making_spares.owner.acquire(timeout=timeout_s)
             self._spares_left = 0
-        super().hold(timeout_s)
+        super().hold(max(0.0, end_at - time.monotonic()))
 
 
 class _Spare(Context):

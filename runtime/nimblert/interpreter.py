@@ -32,8 +32,9 @@ def copied(objects: "weakref.WeakSet[T]") -> tuple[T, ...]:
     while True:
         try:
             return tuple(objects)
-        except RuntimeError:  # another thread has added one
-            continue
+        except RuntimeError as exc:
+            if "changed size" not in str(exc):  # by another thread, which has added one
+                raise
 
 
 @atexit.register

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.onnx_session import SessionCache
 from nimblert.errors import InputError
 from nimblert.files.safetensors import Arrays
+from nimblert.interpreter import copied
 
 WIDTH = 64
 node = helper.make_node
@@ -142,6 +144,27 @@ def test_a_refit_takes_hundreds_of_contexts() -> None:
         before = [context._turn.state for context in contexts]
         model.refit({})
         assert all(context._turn.state is not state for context, state in zip(contexts, before, strict=True))
+
+
+def test_a_refit_of_more_contexts_than_the_stack_has_frames_for_is_refused() -> None:
+    with nimblert.load(keeping()) as model:
+        contexts = [model.context() for _ in range(sys.getrecursionlimit())]
+        before = [context._turn.waits for context in contexts]
+        with pytest.raises(InputError, match=rf"^{len(contexts)} contexts are too many to wait for at a time"):
+            model.refit({})
+        assert [context._turn.waits for context in contexts] == before
+        assert not any(context._turn.lock.locked() for context in contexts)
+
+
+def test_contexts_are_copied_near_the_end_of_the_stack() -> None:
+    contexts = weakref.WeakSet([model := nimblert.load(keeping())])
+
+    def deep() -> None:
+        copied(contexts)
+        deep()
+
+    with model, pytest.raises(RecursionError):
+        deep()
 
 
 def test_sessions_over_other_weights_stay(plan: Path) -> None:
