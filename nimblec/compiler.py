@@ -137,5 +137,7 @@ def _folder(output: Path | None) -> Iterator[Path]:
         try:
             folder = stack.enter_context(scratch_folder(parent))
         except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
             raise CompileError(f"{output}: nothing can be written in {parent}: {exc.strerror}") from exc
         yield folder

@@ -77,7 +77,9 @@ def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file, turnstile = path.open("wb"), path.with_name(f"{path.name}.next").open("wb")
-    except OSError:
+    except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
         yield
         return
     with file:

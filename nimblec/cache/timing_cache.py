@@ -79,6 +79,8 @@ class TimingCache:
         except FileNotFoundError:
             return {}
         except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
             self._note(f"cannot be read: {exc.strerror}")
             return {}
         except (ValueError, RecursionError):

@@ -97,8 +97,9 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
             elif "problem" in message:
                 problem = f": {message['problem']}"
             else:
-                reached = message["stage"]
-                observer(reached, message["seconds"])
+                if message["seconds"] is None:
+                    reached = message["stage"]
+                observer(message["stage"], message["seconds"])
         status = process.wait()
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

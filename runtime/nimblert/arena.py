@@ -38,11 +38,11 @@ class Arena:
         if self.target is Target.CPU:
             from nimblert.cpu.host_memory import allocate
 
-            self.memory = allocate(nbytes)
+            self.memory = allocate(self.nbytes)
         else:
             from nimblert.cuda.working import DeviceArena
 
-            self.memory = DeviceArena(nbytes, device)
+            self.memory = DeviceArena(self.nbytes, device)
 
     @classmethod
     def for_plans(cls, *plans: Plan | container.Source, device: int = 0) -> Self:

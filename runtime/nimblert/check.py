@@ -19,6 +19,7 @@ def main(target: str, threads: int | None = None) -> int:
     """Check every program of the plan, which is for ``target``; the exit status."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    sys.stdout = sys.stderr
     for name in _FRAMEWORKS:
         sys.modules[name] = None  # type: ignore[assignment]  # makes an import of it raise
     seconds: dict[str, float] = {}

@@ -41,9 +41,8 @@ from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.frontend.pytorch.source_tracker import SourceTracker
 from nimblec.frontend.pytorch.state import generator_of, scratch_storages, settable_storages
-from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor
+from nimblec.frontend.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor, range_of
 from nimblec.ir import Graph, TensorView
-from nimblec.options import sample_range
 from nimblert.cuda.driver import call
 
 
@@ -309,7 +308,7 @@ class ModelRecorder:
         views = []
         for name, tensor in self._model.inputs:
             span = buffers.span(_first_element(tensor, addresses.get(tensor.untyped_storage().data_ptr(), 0)))
-            views.append(_view(name, tensor, span, buffers, sample_range(name, as_array(tensor))))
+            views.append(_view(name, tensor, span, buffers, range_of(name, tensor)))
         return tuple(views)
 
 

@@ -99,8 +99,8 @@ def kept_by_recordings() -> Iterator[int]:
 def _device_tensors() -> list[torch.Tensor]:
     found = []
     for candidate in gc.get_objects():
-        # type(), not isinstance(): proxies answer __class__ with code of their own.
-        if type(candidate) in (torch.Tensor, torch.nn.Parameter):
+        # type(), not isinstance(): proxies answer __class__ with code of their own, metaclasses ==.
+        if type(candidate) is torch.Tensor or type(candidate) is torch.nn.Parameter:
             storage = candidate.untyped_storage() if candidate.layout is torch.strided else None
             if storage is not None and storage.device.type == "cuda" and storage.nbytes():
                 found.append(candidate)

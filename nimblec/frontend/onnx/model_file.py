@@ -88,6 +88,8 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     except FileNotFoundError as exc:
         raise CompileError(f"{path}: no such file") from exc
     except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
         raise CompileError(f"{path}: cannot be read ({exc.strerror})") from exc
     except DecodeError as exc:
         raise CompileError(f"{path}: not an ONNX file") from exc

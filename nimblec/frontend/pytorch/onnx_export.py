@@ -36,8 +36,7 @@ from nimblec.frontend.pytorch.state import (
     storages,
     written_by,
 )
-from nimblec.frontend.pytorch.tensors import as_array
-from nimblec.options import sample_range
+from nimblec.frontend.pytorch.tensors import as_array, range_of
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors, session_options
 
 _ANOTHER_MODEL, _ANOTHER_HALF_MODEL = 0.01, 0.1
@@ -240,7 +239,7 @@ def _onnx_program(
 
 def ranges_of(inputs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int]]:
     """The range of each integer input's example, by name."""
-    return {name: found for name, tensor in inputs if (found := sample_range(name, as_array(tensor))) is not None}
+    return {name: found for name, tensor in inputs if (found := range_of(name, tensor)) is not None}
 
 
 def accuracy(

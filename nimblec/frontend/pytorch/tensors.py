@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.options import sample_range
 from nimblert.arrays.dtypes import numpy_dtype
 
 T = TypeVar("T", torch.Tensor, np.ndarray)
@@ -74,6 +75,13 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def range_of(name: str, example: torch.Tensor) -> tuple[int, int] | None:
+    """As `sample_range`, of an input's example."""
+    if example.dtype.is_floating_point or example.dtype.is_complex:
+        return None
+    return sample_range(name, as_array(example))
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -212,7 +212,7 @@ class DeviceOutput:
         """
         del stream  # complete, or written in the order of the caller's stream
         del max_version  # every consumer reads the first
-        if copy or dl_device not in {None, self.__dlpack_device__()}:
+        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("an output on a GPU is exported as it is: have the other library copy it")
         array = self._given()
         found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)

@@ -56,6 +56,9 @@ class Backend(Protocol):
         ``commit`` is called once nothing else can fail.
         """
 
+    def address(self, tensor: Tensor) -> int:
+        """The device address of the memory for an input or output, which may be bound."""
+
     def own_address(self, tensor: Tensor) -> int:
         """The address of the program's own memory for an input or output."""
 

@@ -127,10 +127,6 @@ class Bindings:
         """The bound outputs by name, as the caller's objects."""
         return self._side(Region.OUTPUT)
 
-    def addresses(self) -> dict[str, int]:
-        """The addresses of the bound arrays by name."""
-        return {name: _address(bound.array) for name, bound in self._bound.items()}
-
     def _side(self, region: Region) -> dict[str, Any]:
         return {name: bound.value for name, bound in self._bound.items() if bound.tensor.pointer.region is region}
 

@@ -34,19 +34,14 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
     return checked
 
 
-def check_apart(
-    taken: Mapping[str, np.ndarray | DeviceArray], program: Program, backend: Backend, bound: Mapping[str, int]
-) -> None:
-    """Raise InputError where an array for one output shares memory that a run writes another one into.
-
-    ``bound`` holds the addresses of bound arrays by name.
-    """
+def check_apart(taken: Mapping[str, np.ndarray | DeviceArray], program: Program, backend: Backend) -> None:
+    """Raise InputError where an array for one output shares memory that a run writes another one into."""
     for name, array in taken.items():
         for tensor, on_host in zip(program.outputs, backend.outputs, strict=True):
             if tensor.name == name:
                 continue
             if isinstance(array, DeviceArray):
-                start = bound[tensor.name] if tensor.name in bound else backend.own_address(tensor)
+                start = backend.address(tensor)
                 is_shared = array.span.start < start + tensor.span_nbytes and start < array.span.stop
             else:
                 is_shared = np.shares_memory(array, on_host)

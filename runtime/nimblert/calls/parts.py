@@ -34,7 +34,7 @@ def serve(
         run = served.last
         backend = backend_of(run.program)
         if out:
-            check_apart(out, run.program, backend, {})
+            check_apart(out, run.program, backend)
         return backend.call(arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes, stream=stream)
     for name, mine in out.items():
         if any(share_memory(mine, array) for array in arrays):
@@ -44,7 +44,7 @@ def serve(
             )
     if out:
         for run in (served.first, served.last):
-            check_apart(out, run.program, backend_of(run.program), {})
+            check_apart(out, run.program, backend_of(run.program))
     backend = backend_of(served.first.program)
     on_device = stream is not None or any(isinstance(array, DeviceArray) for array in arrays)
     empty = partial(backend.empty, on_device=on_device)

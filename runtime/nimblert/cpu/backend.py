@@ -204,6 +204,10 @@ class CpuBackend:
         finally:
             (old if vars(self) is vars(made) else made)._end()  # noqa: SLF001
 
+    def address(self, tensor: Tensor) -> int:
+        """The address of the memory for an input or output, which may be bound."""
+        return int(self.memory.tensor(tensor).ctypes.data)
+
     def own_address(self, tensor: Tensor) -> int:
         """The address of the program's own memory for an input or output."""
         return int(self._own.tensor(tensor).ctypes.data)

@@ -181,6 +181,10 @@ class CudaBackend:
         finally:
             (old if self._scope is built[0] else built[0]).close()
 
+    def address(self, tensor: Tensor) -> int:
+        """The device address of the memory for an input or output, which may be bound."""
+        return self.memory.address(tensor.pointer)
+
     def own_address(self, tensor: Tensor) -> int:
         """The device address of the program's own memory for an input or output."""
         return self._own.address(tensor.pointer)

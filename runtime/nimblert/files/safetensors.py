@@ -70,6 +70,8 @@ def opened(path: str | PathLike[str]) -> Iterator[Arrays]:
         if Path(name).exists() and not Path(name).is_file():  # opening a pipe may never end
             raise InputError(f"{name}: is no regular file, expected a safetensors file")
         file = safe_open(name, framework="numpy")
+    except TimeoutError:  # of a signal handler
+        raise
     except (OSError, SafetensorError) as exc:
         raise InputError(f"{name}: is no safetensors file that can be read: {exc}") from exc
     with file:

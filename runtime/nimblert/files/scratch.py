@@ -11,7 +11,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -35,8 +35,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
         with _locked(folder):
             yield folder
     finally:
-        with suppress(FileNotFoundError):  # another process has removed it, as it is no longer locked
-            _remove(folder)
+        _remove(folder)
 
 
 def _temporary() -> Path:
@@ -86,11 +85,15 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, its lock last: what is left where a signal handler raises has a free lock, or is empty."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != _LOCK:
-            path.unlink(missing_ok=True)
+    try:
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
+    except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
     shutil.rmtree(folder, ignore_errors=True)
 
 

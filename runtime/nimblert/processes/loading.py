@@ -82,6 +82,8 @@ def _opened(path: str | os.PathLike[str]) -> int:
     try:
         file: int = opened(os.open, path, os.O_RDONLY)
     except OSError as exc:
+        if exc.errno is None:  # a signal handler's TimeoutError
+            raise
         raise PlanError(f"{os.fsdecode(path)}: cannot be read: {exc.strerror}") from exc
     return file
 
