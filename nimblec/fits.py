@@ -7,7 +7,7 @@ output. Both must hold for every program of an entry: a program for a single row
 each other.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -50,7 +50,7 @@ def find_fits(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         for programs in _sized(plan):
             fits = _Trial(executable, programs).common_fits()
             found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
-            notes += (f"{name}: {_note(plan, programs, fit)}" for name, fit in fits.items())
+            notes += (f"{name}: {_note(plan, programs, name, fit)}" for name, fit in fits.items())
     proved = tuple(replace(p, fits=found.get(p.name, ())) for p in plan.programs)
     return replace(plan, programs=proved), tuple(notes)
 
@@ -88,13 +88,16 @@ def differences(plan: Plan) -> Iterator[str]:
                         yield f"program {program.name!r}: {name} is {claimed.name}, and runs show {common[name].name}"
 
 
-def _note(plan: Plan, programs: Sequence[Program], fit: Fit) -> str:
+def _note(plan: Plan, programs: Sequence[Program], name: str, fit: Fit) -> str:
     """What calls of other sizes get, and where they get nothing, why and what may help."""
     refused = "calls of other sizes than the plan's are refused, since"
     if any(writes_state(plan.state, program) for program in programs):
         return f"{refused} a run writes the state"
     if fit is not Fit.EXACT:
         return _MEANING[fit]
+    lacking = [t.name for t, of in Axes(programs).of_outputs(programs[0]) if name not in of]
+    if lacking and not any(t.mask for t in programs[0].inputs):
+        return f"{refused} output {lacking[0]!r} has no axis of it, and no input is a mask: --pad-mask names one"
     integers = [t.name for t in programs[0].inputs if t.sample_range is None and numpy_dtype(t.dtype).kind in "iu"]
     drawn = f" where {integers[0]!r} is drawn from 0 and 1: --example gives its range" if integers else ""
     return f"{refused} padding changes the results{drawn}"
@@ -155,10 +158,11 @@ class _Trial:
         used = {below + 1, size - 1} if below < size else {1, size - 1}
         if not all(self._is_alone(program, {name: n}) for n in used - {0, size}):
             return Fit.EXACT
-        if not all(self._agree(program, other, name, at_end=False) for other in others):
+        if not all(self._agree(program, other, name, 0) for other in others):
             return Fit.EXACT
         splits = set(given) == {1} and self._is_alone_at_end(program, name) and self._is_alone_amid(program, name)
-        return Fit.SPLIT if splits and all(self._agree(program, o, name, at_end=True) for o in others) else Fit.PADDED
+        agree = splits and all(self._agree(program, o, name, start) for o in others for start in (1, None))
+        return Fit.SPLIT if agree else Fit.PADDED
 
     def _is_masked(self, name: str) -> bool:
         sides = zip(self._programs[0].inputs, self._axes.inputs, strict=True)
@@ -174,7 +178,10 @@ class _Trial:
 
     def _is_alone(self, program: Program, stops: Sizes) -> bool:
         """Whether elements beyond ``stops`` leave the outputs before them unchanged, bit for bit."""
-        base, filled = self._drawn(program, _SEED), self._filled(program)
+        return self._holds(program, lambda base: self._is_alone_in(program, base, stops))
+
+    def _is_alone_in(self, program: Program, base: Arrays, stops: Sizes) -> bool:
+        filled = self._filled(program)
         masks = {name: filled[name] for name in self._masks}
         rests = (filled, *({**rest, **masks} for rest in self._garbage(program)))
         merged = [self._merged(program, base, rest, {}, stops) for rest in rests]
@@ -187,7 +194,9 @@ class _Trial:
     def _is_alone_at_end(self, program: Program, name: str) -> bool:
         """Whether elements before the last one leave its outputs unchanged, bit for bit."""
         starts = {name: dict(program.profile)[name] - 1}
-        base = self._drawn(program, _SEED)
+        return self._holds(program, lambda base: self._is_alone_at_end_in(program, base, starts))
+
+    def _is_alone_at_end_in(self, program: Program, base: Arrays, starts: Sizes) -> bool:
         merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
         if not self._same_box(program, merged, starts, {}):
             return False
@@ -198,9 +207,11 @@ class _Trial:
     def _is_alone_amid(self, program: Program, name: str) -> bool:
         """Whether values of any magnitude around the first and the last element leave their outputs unchanged.
 
-        Outputs that are not finite show nothing, nor does a run that refuses such integers, as indices.
+        A run that refuses such integers, as indices, shows nothing.
         """
-        base = self._drawn(program, _SEED)
+        return self._holds(program, lambda base: self._is_alone_amid_in(program, base, name))
+
+    def _is_alone_amid_in(self, program: Program, base: Arrays, name: str) -> bool:
         for starts, stops in (({}, {name: 1}), ({name: dict(program.profile)[name] - 1}, {})):
             expected = self._run(program, base, starts, stops)
             for rest in self._extremes(program):
@@ -208,8 +219,34 @@ class _Trial:
                     found = self._run(program, self._merged(program, base, rest, starts, stops), starts, stops)
                 except InputError:
                     continue
-                if all(map(_is_finite, found)) and not _same(program, expected, found):
+                if not _same(program, expected, found):
                     return False
+        return True
+
+    def _holds(self, program: Program, check: Callable[[Arrays], bool]) -> bool:
+        """Whether a check of random inputs succeeds, also with others in place of those without a dimension.
+
+        Where the program refuses these, as indices or lengths, or gives numbers that are not finite, they show nothing.
+        """
+        drawn = self._drawn(program, _SEED)
+        if not check(drawn):
+            return False
+        fixed = {
+            tensor.name
+            for tensor, of in zip(program.inputs, self._axes.inputs, strict=True)
+            if not any(of) and tensor.name not in self._masks
+        }
+        largest = max(size for _, size in program.profile)
+        for most in (largest, _LARGE_INTEGER) if fixed else ():
+            others = {name: _opposite(drawn[name]) for name in fixed}
+            others |= {name: array for name, array in self._wide(program, most).items() if name in fixed}
+            given = {**drawn, **others}
+            try:
+                shows = all(map(_is_finite, self._run(program, given, {}, {})))
+                if shows and not check(given):
+                    return False
+            except InputError:
+                continue
         return True
 
     def _extremes(self, program: Program) -> Iterator[Arrays]:
@@ -266,24 +303,25 @@ class _Trial:
             return True
 
     def _wide(self, program: Program, most: int | None = _LARGE_INTEGER) -> dict[str, np.ndarray]:
-        """Integers up to ``most``, or of any size, for the inputs that no example bounds and that may have them."""
+        """Integers from 0 to ``most``, or any, for the inputs that no example bounds and that may have them."""
         drawn, random = {}, np.random.default_rng(_SEED)
         for tensor in program.inputs:
             dtype = numpy_dtype(tensor.dtype)
             is_free = dtype.kind in "iu" and tensor.sample_range is None and tensor.name not in self._masks
             if is_free and (dtype.itemsize == 1 or self._may_fail):
-                largest = min(np.iinfo(dtype).max, most or np.iinfo(dtype).max)
-                drawn[tensor.name] = random.integers(0, largest, tensor.shape, dtype, endpoint=True)
+                ends = np.iinfo(dtype)
+                low, high = (ends.min, ends.max) if most is None else (0, min(ends.max, most))
+                drawn[tensor.name] = random.integers(low, high, tensor.shape, dtype, endpoint=True)
         return drawn
 
-    def _agree(self, one: Program, other: Program, name: str, *, at_end: bool) -> bool:
-        """Whether two programs agree on the elements that both have: the first ones of the larger, or the last."""
+    def _agree(self, one: Program, other: Program, name: str, start: int | None) -> bool:
+        """Whether the smaller of two programs agrees with elements of the larger, from ``start`` or the last ones."""
         small, large = sorted((one, other), key=lambda p: dict(p.profile)[name])
         count, total = dict(small.profile)[name], dict(large.profile)[name]
-        starts = {name: total - count if at_end else 0}
+        starts = {name: total - count if start is None else start}
         stops = {name: starts[name] + count}
         for base in self._bases(large):
-            whole = base if at_end else self._merged(large, base, self._filled(large), starts, stops)
+            whole = base if start != 0 else self._merged(large, base, self._filled(large), starts, stops)
             part = {
                 tensor.name: base[tensor.name][_box(of, starts, stops)]
                 for tensor, of in zip(large.inputs, self._axes.inputs, strict=True)
@@ -301,7 +339,8 @@ class _Trial:
         yield drawn
         if self._masks:
             for sign in (1, -1):
-                yield {name: _away_from_zero(array, sign) for name, array in drawn.items()}
+                away = {name: _away_from_zero(array, sign) for name, array in drawn.items()}
+                yield {**away, **{name: drawn[name] for name in self._masks}}
 
     def _merged(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """The ``rest`` with a box of the ``base`` in it."""
@@ -339,6 +378,13 @@ def _box(of: Axis, starts: Sizes, stops: Sizes) -> tuple[slice, ...]:
 
 def _scaled(array: np.ndarray, factor: float) -> np.ndarray:
     return array if array.dtype.kind in "biu" else (array * factor).astype(array.dtype)
+
+
+def _opposite(array: np.ndarray) -> np.ndarray:
+    """Numbers of the other sign, other bools, and the same integers."""
+    if array.dtype.kind in "iu":
+        return array
+    return ~array if array.dtype.kind == "b" else -array
 
 
 def _away_from_zero(array: np.ndarray, sign: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import CommandLine
 from cpu_plans import floats, write_model
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 from sized_models import (
     UNLIKE_ROWS,
     attention,
@@ -32,6 +32,8 @@ from nimblec.errors import ArgumentError, CompileError
 from nimblec.fits import find_fits
 from nimblec.options import read_options, read_sizes
 from nimblert.plan import Fit, Program
+
+node = helper.make_node
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,81 @@ def test_integers_of_any_size_are_tried(
     model = integers_less_the_largest(tmp_path / "integers.onnx", dtype, least)
     plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4)})
     assert {fit for program in plan.programs for fit in program.fits} == {expected}
+
+
+ROWS = floats("x", "batch", 4)
+MEAN = node("ReduceMean", ["x", "zeros"], ["mean"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given"),
+    [
+        (
+            [
+                node("Cast", ["i"], ["x"], to=1),
+                node("Neg", ["x"], ["negative"]),
+                node("ReduceMax", ["negative"], ["largest"]),
+                node("Relu", ["largest"], ["m"]),
+                node("Add", ["x", "m"], ["y"]),
+            ],
+            [("i", TensorProto.INT64, ("batch", 4))],
+        ),
+        (
+            [
+                MEAN,
+                node("Relu", ["a"], ["positive"]),
+                node("Mul", ["positive", "mean"], ["m"]),
+                node("Add", ["x", "m"], ["y"]),
+            ],
+            [ROWS, floats("a", 1)],
+        ),
+        (
+            [MEAN, node("Greater", ["a", "one"], ["is_mean"]), node("Where", ["is_mean", "mean", "x"], ["y"])],
+            [ROWS, ("a", TensorProto.INT64, (1,))],
+        ),
+        (
+            [
+                node("Shape", ["x"], ["count"], end=1),
+                node("Squeeze", ["count"], ["end"]),
+                node("Range", ["zero", "end", "one"], ["places"]),
+                node("Mod", ["places", "two"], ["odd"]),
+                node("Cast", ["odd"], ["numbers"], to=1),
+                node("Unsqueeze", ["numbers", "ones"], ["column"]),
+                node("Add", ["x", "column"], ["y"]),
+            ],
+            [ROWS],
+        ),
+    ],
+    ids=["negative integers", "a number of either sign", "an integer beyond 1", "the parity of its place"],
+)
+def test_rows_that_are_alone_only_sometimes_are_not_split(
+    tmp_path: Path, nodes: list[NodeProto], given: list[Any]
+) -> None:
+    constants = {"zero": np.array(0), "one": np.array(1), "two": np.array(2)}
+    constants |= {"zeros": np.array([0]), "ones": np.array([1])}
+    used = {name for of in nodes for name in of.input}
+    constants = {name: array for name, array in constants.items() if name in used}
+    model = write_model(tmp_path / "rows.onnx", nodes, given, [floats("y", "batch", 4)], constants=constants)
+    plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4, 8)})
+    assert Fit.SPLIT not in {fit for program in plan.programs for fit in program.fits}
+
+
+@pytest.mark.parametrize("dtype", ["INT64", "FLOAT"])
+def test_an_additive_mask_may_be_of_floats(tmp_path: Path, dtype: str) -> None:
+    nodes = [
+        node("Cast", ["mask"], ["m"], to=1),
+        node("Sub", ["one", "m"], ["hidden"]),
+        node("Mul", ["hidden", "low"], ["bias"]),
+        node("Add", ["x", "bias"], ["scores"]),
+        node("Softmax", ["scores"], ["p"], axis=1),
+        node("Mul", ["p", "x"], ["z"]),
+        node("ReduceSum", ["z"], ["y"]),
+    ]
+    given = [floats("x", 1, "length"), ("mask", getattr(TensorProto, dtype), (1, "length"))]
+    constants = {"one": np.array(1, np.float32), "low": np.array(-10000, np.float32)}
+    model = write_model(tmp_path / "mask.onnx", nodes, given, [floats("y", 1, 1)], constants=constants)
+    plan = nimblec.compile(model, target="cpu", dims={"length": (2, 4, 8)}, pad_masks="mask")
+    assert {fit for program in plan.programs for fit in program.fits} == {Fit.PADDED}
 
 
 @pytest.fixture(scope="module")
