@@ -163,6 +163,19 @@ def test_weights_of_one_constant_are_given_together(tmp_path: Path) -> None:
     assert_refitted(plan, weights, [compiled(with_weights(path, weights))])
 
 
+def test_a_constant_of_which_another_is_made(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("ReduceMean", ["w"], ["mean"], keepdims=1),
+        helper.make_node("Div", ["w", "mean"], ["scaled"]),
+        helper.make_node("Add", ["x", "scaled"], ["sum"]),
+        helper.make_node("Mul", ["sum", "mean"], ["y"]),
+    ]
+    constants = {"w": drawn(0, 4)}
+    path = write_model(tmp_path / "two.onnx", nodes, [floats("x", 3, 4)], [floats("y", 3, 4)], constants=constants)
+    new = {"w": drawn(1, 4)}
+    assert_refitted(compiled(path, refittable=True), new, [compiled(with_weights(path, new))])
+
+
 def test_equal_weights_are_replaced_apart_from_each_other(tmp_path: Path) -> None:
     """A plan stores equal constants once; one that is to be given others does not."""
     same = drawn(0, 32, 32)
@@ -282,6 +295,56 @@ def test_a_model_that_is_optimised_to_other_nodes_each_time_keeps_all_weights(
         plan = compiled(path, refittable=True)
     assert not plan.refits
     assert "refittable: weights that keep their values, as no recipe was found for them: 'w'" in caplog.messages
+
+
+def branch(operator: str) -> onnx.GraphProto:
+    """The body of an If: an operator on v."""
+    output = helper.make_tensor_value_info(operator, onnx.TensorProto.FLOAT, (4,))
+    return helper.make_graph([helper.make_node(operator, ["v"], [operator])], operator, [], [output])
+
+
+DECIDING = {
+    "its sign": [helper.make_node("Sign", ["w"], ["d"])],
+    "a comparison": [
+        helper.make_node("Greater", ["w", "zero"], ["is_larger"]),
+        helper.make_node("Where", ["is_larger", "two", "zero"], ["d"]),
+    ],
+    "what is cut off": [helper.make_node("Relu", ["w"], ["d"])],
+    "an integer": [
+        helper.make_node("Cast", ["w"], ["i"], to=onnx.TensorProto.INT64),
+        helper.make_node("Cast", ["i"], ["d"], to=onnx.TensorProto.FLOAT),
+    ],
+    "a branch": [
+        helper.make_node("ReduceSum", ["w"], ["sum"], keepdims=0),
+        helper.make_node("Greater", ["sum", "zero"], ["is_larger"]),
+        helper.make_node("If", ["is_larger"], ["d"], then_branch=branch("Neg"), else_branch=branch("Exp")),
+    ],
+}
+"""Nodes that compute a constant d of the weight w, and how."""
+
+
+@pytest.mark.parametrize("how", DECIDING)
+def test_a_weight_that_decides_something_keeps_its_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Also where it is used as a number, too; other weights are replaced."""
+    constants = {"w": drawn(0, 4), "v": drawn(1, 4), "zero": np.float32(0), "two": np.float32(2)}
+    used = {name for node in DECIDING[how] for name in node.input} | {"w", "v"}
+    constants = {name: np.asarray(value) for name, value in constants.items() if name in used}
+    nodes = [
+        *DECIDING[how],
+        helper.make_node("Mul", ["x", "d"], ["scaled"]),
+        helper.make_node("Mul", ["scaled", "w"], ["more"]),
+        helper.make_node("Add", ["more", "v"], ["y"]),
+    ]
+    path = write_model(tmp_path / "d.onnx", nodes, [floats("x", 3, 4)], [floats("y", 3, 4)], constants=constants)
+    with caplog.at_level(logging.WARNING, "nimblec"):
+        plan = compiled(path, refittable=True)
+    assert "weights that keep their values, as no recipe was found for them: 'w'" in caplog.text
+    new = {"v": drawn(2, 4)}
+    assert_refitted(plan, new, [compiled(with_weights(path, new))])
+    with nimblert.load(plan) as model, pytest.raises(InputError, match="weight 'w'"):
+        model.refit({"w": -constants["w"]})
 
 
 def test_a_weight_that_becomes_an_attribute_keeps_its_value(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,19 @@ def model_of(recipes: Mapping[str, Recipe], header: Header) -> ModelProto:
         if value != name:  # a weight itself, or the value of another output
             model.graph.node.add(op_type="Identity", name=name, input=[value], output=[name])
         model.graph.output.add(name=name)
+    _copy_outputs_that_are_read(model.graph)
     return model
+
+
+def _copy_outputs_that_are_read(graph: GraphProto) -> None:
+    """Give the nodes of a graph other values to read than its outputs, which a refit writes to memory of the plan."""
+    read = {value for node in graph.node for value in node.input}
+    inner = {output.name: f"nimblec read {output.name}" for output in graph.output if output.name in read}
+    for node in graph.node:
+        for values in (node.input, node.output):
+            values[:] = [inner.get(value, value) for value in values]
+    for name, value in inner.items():
+        graph.node.add(op_type="Identity", name=value, input=[value], output=[name])
 
 
 class _Writer:

@@ -14,6 +14,7 @@ from nimblec.cpu import kernels
 from nimblec.cpu.constants import keep_apart
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.refit.batch_norm import fold_batch_norms
+from nimblec.cpu.refit.deciding import deciding_weights
 from nimblec.cpu.refit.explain import explain
 from nimblec.cpu.refit.model_weights import weights_of, with_weights
 from nimblec.cpu.refit.recipe import Recipe, sources
@@ -108,6 +109,7 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
     fold_batch_norms(folded)
     read = {name for node in model_nodes.nodes(folded.graph) for name in node.input}
     every = {name: array for name, array in model.weights().items() if name in read}
+    kept |= deciding_weights(folded.graph, every)
     weights = {name: array for name, array in every.items() if name not in kept}
     while True:
         first, second = (_optimized(folded, folder, perturbed(weights, seed), scratch) for seed in (0, 1))
