@@ -105,7 +105,8 @@ class _Campaign:
     def _follow(self, children: list[_Child], end: float) -> None:
         """Start children and replace those that end, until ``end``; the list holds those that run."""
         options = self._options
-        children += [self._spawn(options.first + job) for job in range(options.jobs)]
+        for job in range(options.jobs):
+            self._start(children, options.first + job)
         while children and time.monotonic() < end:
             ready, _, _ = select.select([child.pipe for child in children], [], [], 0.5)
             for child in list(children):
@@ -114,9 +115,17 @@ class _Campaign:
                     children.remove(child)
                     following = self._bury(child, hung=not ended)
                     if (following is not None) and (not self._found or options.keep_going):
-                        children.append(self._spawn(following))
+                        self._start(children, following)
             if self._found and not options.keep_going:
                 return
+
+    def _start(self, children: list[_Child], number: int) -> None:
+        """Add a child to the list; Ctrl-C comes before or after that, so that none is left."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            children.append(self._spawn(number))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _spawn(self, number: int) -> _Child:
         note = mmap.mmap(-1, _COUNTER.size)
@@ -127,6 +136,7 @@ class _Campaign:
         pid = os.fork()
         if pid == 0:
             os.close(reader)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             status = 1
             try:
                 self._work(number, note, case, writer)
