@@ -9,6 +9,7 @@ each other.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -141,7 +142,7 @@ class _Trial:
         for name, fit in found.items():
             if fit is not Fit.EXACT:
                 together = {**padded, name: max(sizes[name] - 1, 1)}
-                if padded and not self._is_alone(program, together):
+                if padded and not self._holds(program, partial(self._is_alone, program, stops=together)):
                     found[name] = Fit.EXACT
                 else:
                     padded = together
@@ -156,12 +157,14 @@ class _Trial:
             return Fit.EXACT
         below = max((dict(p.profile)[name] for p in others), key=lambda n: (n < size, n))
         used = {below + 1, size - 1} if below < size else {1, size - 1}
-        if not all(self._is_alone(program, {name: n}) for n in used - {0, size}):
+        stops = [{name: n} for n in used - {0, size}]
+        if not self._holds(program, lambda base: all(self._is_alone(program, base, stop) for stop in stops)):
             return Fit.EXACT
         if not all(self._agree(program, other, name, 0) for other in others):
             return Fit.EXACT
-        splits = set(given) == {1} and self._is_alone_at_end(program, name) and self._is_alone_amid(program, name)
-        agree = splits and all(self._agree(program, o, name, start) for o in others for start in (1, None))
+        if set(given) != {1} or not self._holds(program, partial(self._is_alone_anywhere, program, name=name)):
+            return Fit.PADDED
+        agree = all(self._agree(program, other, name, start) for other in others for start in (1, None))
         return Fit.SPLIT if agree else Fit.PADDED
 
     def _is_masked(self, name: str) -> bool:
@@ -176,11 +179,8 @@ class _Trial:
         at = row.index(program)
         return [other for other in row[max(at - 1, 0) : at + 2] if other is not program]
 
-    def _is_alone(self, program: Program, stops: Sizes) -> bool:
-        """Whether elements beyond ``stops`` leave the outputs before them unchanged, bit for bit."""
-        return self._holds(program, lambda base: self._is_alone_in(program, base, stops))
-
-    def _is_alone_in(self, program: Program, base: Arrays, stops: Sizes) -> bool:
+    def _is_alone(self, program: Program, base: Arrays, stops: Sizes) -> bool:
+        """Whether elements beyond ``stops`` leave the outputs of ``base`` before them unchanged, bit for bit."""
         filled = self._filled(program)
         masks = {name: filled[name] for name in self._masks}
         rests = (filled, *({**rest, **masks} for rest in self._garbage(program)))
@@ -191,12 +191,17 @@ class _Trial:
             return False
         return self._bears(program, base, filled, {}, stops)
 
-    def _is_alone_at_end(self, program: Program, name: str) -> bool:
-        """Whether elements before the last one leave its outputs unchanged, bit for bit."""
-        starts = {name: dict(program.profile)[name] - 1}
-        return self._holds(program, lambda base: self._is_alone_at_end_in(program, base, starts))
+    def _is_alone_anywhere(self, program: Program, base: Arrays, name: str) -> bool:
+        """Whether other elements leave the outputs of the first one and of the last one of ``base`` unchanged."""
+        last = {name: dict(program.profile)[name] - 1}
+        return (
+            self._is_alone_at_end(program, base, last)
+            and self._is_alone_amid(program, base, {}, {name: 1})
+            and self._is_alone_amid(program, base, last, {})
+        )
 
-    def _is_alone_at_end_in(self, program: Program, base: Arrays, starts: Sizes) -> bool:
+    def _is_alone_at_end(self, program: Program, base: Arrays, starts: Sizes) -> bool:
+        """Whether elements before ``starts`` leave the outputs from there on unchanged, bit for bit."""
         merged = [self._merged(program, base, rest, starts, {}) for rest in (base, *self._garbage(program))]
         if not self._same_box(program, merged, starts, {}):
             return False
@@ -204,23 +209,19 @@ class _Trial:
             return False
         return self._bears(program, base, base, starts, {})
 
-    def _is_alone_amid(self, program: Program, name: str) -> bool:
-        """Whether values of any magnitude around the first and the last element leave their outputs unchanged.
+    def _is_alone_amid(self, program: Program, base: Arrays, starts: Sizes, stops: Sizes) -> bool:
+        """Whether values of any magnitude outside of the box leave its outputs unchanged.
 
         A run that refuses such integers, as indices, shows nothing.
         """
-        return self._holds(program, lambda base: self._is_alone_amid_in(program, base, name))
-
-    def _is_alone_amid_in(self, program: Program, base: Arrays, name: str) -> bool:
-        for starts, stops in (({}, {name: 1}), ({name: dict(program.profile)[name] - 1}, {})):
-            expected = self._run(program, base, starts, stops)
-            for rest in self._extremes(program):
-                try:
-                    found = self._run(program, self._merged(program, base, rest, starts, stops), starts, stops)
-                except InputError:
-                    continue
-                if not _same(program, expected, found):
-                    return False
+        expected = self._run(program, base, starts, stops)
+        for rest in self._extremes(program):
+            try:
+                found = self._run(program, self._merged(program, base, rest, starts, stops), starts, stops)
+            except InputError:
+                continue
+            if not _same(program, expected, found):
+                return False
         return True
 
     def _holds(self, program: Program, check: Callable[[Arrays], bool]) -> bool:
