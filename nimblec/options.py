@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from nimblec.errors import ArgumentError, CompileError
+from nimblert.arrays.dtypes import is_integer
 from nimblert.plan import ITEM_NBYTES, Profile
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
@@ -154,7 +155,7 @@ def read_spec(text: str) -> InputSpec | NamedInput:
 
 def read_size(value: int | str) -> int:
     """The size of a dimension, which a plan holds in 63 bits."""
-    if not (_is_integer(value) or (isinstance(value, str) and _SIZE.fullmatch(value))):
+    if not (is_integer(value) or (isinstance(value, str) and _SIZE.fullmatch(value))):
         raise ArgumentError(f"{shortened(value)}, expected a size such as 4")
     size = int(value)
     if not 0 <= size < 2**63:
@@ -188,7 +189,7 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 def read_streams(value: int | str) -> str:
     """The policy, as `Options.streams` takes it."""
-    text = str(value) if _is_integer(value) else value
+    text = str(value) if is_integer(value) else value
     if not isinstance(text, str) or not _STREAMS.fullmatch(text):
         raise ArgumentError(f"{shortened(value)}, expected auto, max, or a number of streams from 1")
     return text
@@ -196,7 +197,7 @@ def read_streams(value: int | str) -> str:
 
 def read_nbytes(value: int | str) -> int:
     """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
-    text = str(value).strip() if isinstance(value, str) or _is_integer(value) else ""
+    text = str(value).strip() if isinstance(value, str) or is_integer(value) else ""
     found = _NBYTES.fullmatch(text)
     if found is None:
         raise ArgumentError(f"{shortened(value)}, expected a number of bytes such as 1000000, 64MiB or 1.5GB")
@@ -239,11 +240,6 @@ _BY_COMMA = re.compile(rf"(({_SIZE.pattern}|{_DIMENSION.pattern}),)+({_SIZE.patt
 _STREAMS = re.compile(r"auto|max|[1-9][0-9]{0,8}")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _NBYTES = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>|b|[kmg]i?b)", re.IGNORECASE)
-
-
-def _is_integer(value: object) -> bool:
-    """Whether it is a number without a fraction, numpy's too; True is not one."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _shape(shape: Any) -> tuple[int | str, ...]:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-import numpy as np
-
+from nimblert.arrays.dtypes import is_integer
 from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 from nimblert.files import container
@@ -25,7 +24,7 @@ class Arena:
         targets = {kind.name.lower(): kind for kind in Target}
         if target not in targets:
             raise InputError(f"target {target!r}: expected one of {sorted(targets)}")
-        if not isinstance(nbytes, int | np.integer) or isinstance(nbytes, bool) or nbytes < 0:
+        if not is_integer(nbytes) or nbytes < 0:
             raise InputError(f"arena: got {nbytes!r} bytes, expected a whole number of at least 0")
         self.nbytes = int(nbytes)
         self.target = targets[target]

@@ -2,8 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
+from nimblert.arrays.dtypes import is_integer
 from nimblert.errors import InputError
 
 
@@ -37,7 +36,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
-            if not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 0:
+            if not is_integer(limit) or limit < 0:
                 raise InputError(f"limits: {name} is {limit!r}, expected a whole number of at least 0")
 
 
