@@ -1,8 +1,6 @@
 """Contexts over one executable: independent, for threads; arenas that plans share; outputs in the caller's memory."""
 
 import asyncio
-import os
-import signal
 import threading
 import time
 import weakref
@@ -14,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from concurrency import interrupting
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
 from sized_plans import sized
@@ -287,24 +286,8 @@ def test_closing_that_is_interrupted_while_it_waits_frees_nothing_in_use(
     residents = closed_of(CpuResident, monkeypatch)
     model = nimblert.load(small)
     busy = [model, model.context()][at_work]
-    waits, release = threading.Event(), threading.Event()
-
-    def run() -> None:
-        with busy._turn.owner, busy._turn.lock:
-            busy._turn.waits = False
-            waits.set()
-            while not busy._turn.waits:
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGINT)
-            assert release.wait(20)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
-        assert waits.wait(20)
-        with pytest.raises(KeyboardInterrupt):
-            model.close()
-        release.set()
-        running.result(20)
+    with interrupting(busy), pytest.raises(KeyboardInterrupt):
+        model.close()
     assert not residents
     assert not busy._turn.closed
     model.close()

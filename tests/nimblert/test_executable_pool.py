@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from concurrency import interrupting
 from copying import copying, drawn, on_host
 from host_driver import HostDriver
 from plans import cpu_plan
@@ -271,13 +272,19 @@ def test_a_conversation_is_a_context_on_one_device(put: Callable[[np.ndarray], A
         assert not any(context(x).any() for context in contexts)
 
 
+def called(pool: ExecutablePool, x: np.ndarray) -> list[Context]:
+    """Contexts of which each has been called once."""
+    contexts = [pool.context() for _ in range(4)]
+    for context in contexts:
+        context(x)
+    return contexts
+
+
 def test_a_reset_waits_for_a_run_of_a_context(put: Callable[[np.ndarray], Any]) -> None:
     del put
     x, other = drawn(1, SHAPE), drawn(2, SHAPE)
     with load_pool(counting()) as pool, ThreadPoolExecutor(1) as threads:
-        contexts = [pool.context() for _ in range(4)]
-        for context in contexts:
-            context(x)
+        contexts = called(pool, x)
         busy = contexts[1]
         with busy._turn.owner, busy._turn.lock:  # as within its call
             reset = threads.submit(pool.reset)
@@ -290,9 +297,7 @@ def test_a_reset_that_one_context_refuses_resets_none(put: Callable[[np.ndarray]
     del put
     x, other = drawn(1, SHAPE), drawn(2, SHAPE)
     with load_pool(counting()) as pool:
-        contexts = [pool.context() for _ in range(4)]
-        for context in contexts:
-            context(x)
+        contexts = called(pool, x)
         for busy in contexts:
             steps = busy.steps({"x": x})
             next(steps)
@@ -305,26 +310,11 @@ def test_a_reset_that_one_context_refuses_resets_none(put: Callable[[np.ndarray]
 def test_a_reset_that_is_interrupted_while_it_waits_resets_none(put: Callable[[np.ndarray], Any]) -> None:
     del put
     x, other = drawn(1, SHAPE), drawn(2, SHAPE)
-    with load_pool(counting()) as pool, ThreadPoolExecutor(1) as threads:
-        contexts = [pool.context() for _ in range(4)]
-        for context in contexts:
-            context(x)
+    with load_pool(counting()) as pool:
+        contexts = called(pool, x)
         for busy in contexts:
-            waits, release = threading.Event(), threading.Event()
-
-            def run(busy: Context = busy, waits: threading.Event = waits, release: threading.Event = release) -> None:
-                with busy._turn.owner, busy._turn.lock:
-                    waits.set()
-                    until(lambda: busy._turn.waits)
-                    os.kill(os.getpid(), signal.SIGINT)
-                    assert release.wait(20)
-
-            running = threads.submit(run)
-            assert waits.wait(20)
-            with pytest.raises(KeyboardInterrupt):
+            with interrupting(busy), pytest.raises(KeyboardInterrupt):
                 pool.reset()
-            release.set()
-            running.result(20)
         assert all(np.array_equal(context(other), x) for context in contexts)
 
 
