@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from nimblec.errors import ArgumentError, CompileError
-from nimblert.arrays.dtypes import is_integer
+from nimblert.limits import is_integer
 from nimblert.plan import ITEM_NBYTES, Profile
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from nimblert.arrays.dtypes import is_integer
 from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 from nimblert.files import container
+from nimblert.limits import is_integer
 from nimblert.plan import Plan, Target
 
 

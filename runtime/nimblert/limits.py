@@ -2,8 +2,14 @@
 
 from dataclasses import asdict, dataclass
 
-from nimblert.arrays.dtypes import is_integer
+import numpy as np
+
 from nimblert.errors import InputError
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is a number without a fraction, numpy's too; True is not one."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

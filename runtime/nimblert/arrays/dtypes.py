@@ -1,4 +1,4 @@
-"""A plan's dtype names as numpy dtypes, and numbers of numpy."""
+"""A plan's dtype names as numpy dtypes."""
 
 from functools import cache
 
@@ -21,8 +21,3 @@ def numpy_dtype(name: str) -> np.dtype:
         bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
     return np.dtype(name)
-
-
-def is_integer(value: object) -> bool:
-    """Whether it is a number without a fraction, numpy's too; True is not one."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
