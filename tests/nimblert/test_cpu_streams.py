@@ -162,21 +162,22 @@ def test_exceptions_of_several_signals_while_streams_are_closed_leave_no_thread(
     assert not worker._thread.is_alive()
 
 
-@pytest.mark.parametrize("come", [one_after_the_other, at_once])
-def test_exceptions_of_several_signals_leave_no_step_at_work(left: list[int], come: Step) -> None:
-    """One that ends once it is told to."""
-    options = Options()
+@pytest.mark.parametrize(("come", "times"), [(one_after_the_other, 1), (at_once, 100)])
+def test_exceptions_of_several_signals_leave_no_step_at_work(left: list[int], come: Step, times: int) -> None:
+    """One that ends once it is told to. Now and then a signal comes just before the caller sleeps."""
+    for _ in range(times):
+        options = Options()
 
-    def endless() -> None:
-        come()
-        until(lambda: options.terminate and not left)
+        def endless(options: Options = options) -> None:
+            come()
+            until(lambda: options.terminate and not left)
 
-    before = threading.active_count()
-    left.extend([1, 2])
-    with pytest.raises(_StopError):
-        interruptible(endless, options)
-    assert options.terminate
-    assert threading.active_count() == before
+        before = threading.active_count()
+        left.extend([1, 2])
+        with pytest.raises(_StopError):
+            interruptible(endless, options)
+        assert options.terminate
+        assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("method", ["settle", "end", "join"])

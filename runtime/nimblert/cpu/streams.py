@@ -1,7 +1,8 @@
 """The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
 
 A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
-relies on two statements both being executed: a wait can be repeated, and a signal sent twice.
+relies on two statements both being executed: a wait can be repeated, and a signal sent twice. And the caller
+never sleeps for long: a signal that comes just before a thread sleeps on a lock does not wake it.
 """
 
 import threading
@@ -59,7 +60,7 @@ class Worker:
     def wait(self) -> None:
         """Return when the worker is idle."""
         while not self.idle:
-            self._done.acquire()
+            self._done.acquire(True, _LONG_S)
 
     def settle(self) -> None:
         """Return when the worker is idle, even if a `start` or `wait` before was interrupted."""
@@ -317,7 +318,8 @@ def complete(action: Callable[[], None]) -> None:
 
 def pass_gate(gate: threading.Lock) -> None:
     """Wait until the gate is open, and leave it open for other waiters."""
-    gate.acquire()
+    while not gate.acquire(True, _LONG_S):
+        pass
     unlock(gate)
 
 
