@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ _ANOTHER_MODEL, _ANOTHER_HALF_MODEL = 0.01, 0.1
 """Relative to the largest magnitude: more than rounding explains, in a model without half precision and in one with."""
 _MAGNIFIED = 0.01
 """The same, of what rounding of the inputs changes: an output that magnifies rounding so much is not compared."""
+_NUDGES = (4, -4)
+"""Changes of the inputs, in units of rounding: a number at the bend of a ReLU crosses it by one or the other."""
 _OF_ROUNDING = 16
 """Rounding within a model may change an output by this many times what rounding of its inputs does."""
 
@@ -160,8 +162,8 @@ def _export_with_state(
         args = ((model.args, model.kwargs), held)
         with torch.no_grad():
             result, after = module(*args)
-            close, close_after = module(*pytree.tree_map_only(torch.Tensor, _nudged, args))
-        nudged = [*(tensor for _, tensor in name_outputs(close)), *close_after]
+            close = [module(*pytree.tree_map_only(torch.Tensor, partial(_nudged, by=by), args)) for by in _NUDGES]
+        nudged = [[*(tensor for _, tensor in name_outputs(found)), *left] for found, left in close]
         written = [tensor.name for tensor in state if tensor.is_written]
         outputs = [*name_outputs(result), *zip((_AFTER + name for name in written), after, strict=True)]
         inputs = [*_names(model), *(_BEFORE + tensor.name for tensor in state)]
@@ -248,16 +250,16 @@ def accuracy(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     outputs: Sequence[tuple[str, torch.Tensor]],
-    nudged: Sequence[torch.Tensor] = (),
+    nudged: Sequence[Sequence[torch.Tensor]] = (),
 ) -> tuple[str, ...]:
     """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model.
 
     Nor is one of a model with an empty tensor, on which kernels of ONNX Runtime may end the process before the rules of
     a plan refuse them. Nor one with an output of uint64, which torch does not take from ONNX Runtime.
 
-    ``nudged`` are PyTorch's outputs for inputs that differ by rounding. An output that this changes visibly is in part
-    nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention: what it may
-    differ by grows with the change, and where that is large it is not compared.
+    ``nudged`` are PyTorch's outputs in runs on inputs that differ by rounding. An output that this changes visibly is
+    in part nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention: what
+    it may differ by grows with the change, and where that is large it is not compared.
     """
     made = [value for node in program.model.graph for value in node.outputs]
     graph = program.model.graph
@@ -273,8 +275,8 @@ def accuracy(
         return ()
     largest, where = 0.0, ""
     notes: list[str] = []
-    for (output, wanted), got, close in zip_longest(outputs, found, nudged):
-        moved = 0.0 if close is None else compared(wanted, close).relative
+    for i, ((output, wanted), got) in enumerate(zip(outputs, found, strict=True)):
+        moved = max((compared(wanted, close[i]).relative for close in nudged), default=0.0)
         if moved > _MAGNIFIED:
             continue
         numbers = _parts(wanted) if wanted.is_complex() else wanted
@@ -315,12 +317,12 @@ def _complex(
     )
 
 
-def _nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with changes of the size of rounding."""
+def _nudged(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The tensor with changes ``by`` a few units of rounding, in turns down and up."""
     if not tensor.is_floating_point():
         return tensor
     signs = torch.arange(tensor.numel()).remainder(2).mul(2).sub(1).reshape(tensor.shape)
-    return (tensor * (1 + 4 * torch.finfo(tensor.dtype).eps * signs)).to(tensor.dtype)
+    return (tensor * (1 + by * torch.finfo(tensor.dtype).eps * signs)).to(tensor.dtype)
 
 
 def _session(model: str | bytes) -> Any:
