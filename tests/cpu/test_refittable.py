@@ -462,3 +462,42 @@ def test_a_module_that_the_exporter_folds_is_refused_without_refittable() -> Non
         assert not {"0.weight", "0.bias", "1.weight"} & model.weights.keys()
         with pytest.raises(InputError, match=r"weight '0\.weight': .*--refittable"):
             model.refit({"0.weight": np.zeros((5, 3, 3, 3), np.float32)})
+
+
+def test_inputs_and_outputs_of_a_module_keep_names_and_order() -> None:
+    """Where an output is an input, another output, the state or a weight."""
+    torch = pytest.importorskip("torch")
+
+    class Same(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(4.0))
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x: Any) -> Any:
+            y = self.weight * x
+            return self.weight, y, x, y
+
+    class Stateful(Same):
+        def forward(self, x: Any) -> Any:
+            return self.total.add_(x), *super().forward(x)
+
+    class Twice(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return x, x
+
+    x = torch.tensor([5.0, 6.0, 7.0, 8.0])
+    dynamic = {"dynamic_shapes": ({0: torch.export.Dim("size", min=2, max=8)},), "dims": {"size": 4}}
+    weight, y = np.arange(4), np.arange(4) * x.numpy()
+    for module, options, expected in (
+        (Same(), {}, [weight, y, x, y]),
+        (Stateful(), {}, [x, weight, y, x, y]),
+        (Twice(), dynamic, [x, x]),
+    ):
+        plan = compiled(module, example_inputs=(x,), refittable=True, **options)
+        (program,) = plan.programs
+        assert [tensor.name for tensor in program.inputs] == ["x"]
+        assert [tensor.name for tensor in program.outputs] == [f"output_{i}" for i in range(len(expected))]
+        with nimblert.load(plan) as model:
+            for found, wanted in zip(model(x.numpy()), expected, strict=True):
+                np.testing.assert_array_equal(found, np.asarray(wanted, np.float32))

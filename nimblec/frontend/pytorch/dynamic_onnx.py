@@ -24,12 +24,13 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     call = next(iter(dynamic.calls(options).values()))
     model = place_call(call, device="cpu")
     outputs = name_outputs(run_twice(dynamic.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
+    names = [name for name, _ in model.inputs], [name for name, _ in outputs]
     path = folder / "model.onnx"
     with exporting_onnx(dynamic.name):
         program = torch.onnx.export(
             dynamic.program,
-            input_names=[name for name, _ in model.inputs],
-            output_names=[name for name, _ in outputs],
+            input_names=None if options.refittable else names[0],
+            output_names=None if options.refittable else names[1],
             dynamo=True,
             verbose=False,
             custom_translation_table=COMMON,
@@ -37,7 +38,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
         )
         assert program is not None
         if options.refittable:
-            optimize_around_weights(program)
+            optimize_around_weights(program, *names)
         program.save(path, external_data=True)
     _name_dimensions(path, dynamic)
     notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)

@@ -209,6 +209,7 @@ def _onnx_program(
     torch.export may choose another attention kernel than the module ran, whose result has another layout, and refuse
     the view that follows. Then all attention uses the math backend, which has only one layout.
     """
+    output_names = [output for output, _ in outputs]
 
     def exported() -> torch.onnx.ONNXProgram:
         with exporting_onnx(name):
@@ -216,8 +217,8 @@ def _onnx_program(
                 module,
                 args,
                 kwargs=kwargs,
-                input_names=inputs,
-                output_names=[output for output, _ in outputs],
+                input_names=None if refittable else inputs,
+                output_names=None if refittable else output_names,
                 dynamo=True,
                 verbose=False,
                 custom_translation_table=dict(translations),
@@ -225,7 +226,7 @@ def _onnx_program(
             )
             assert program is not None
             if refittable:
-                optimize_around_weights(program)
+                optimize_around_weights(program, inputs, output_names)
             register_constants(program)
             keep_sources(program)
         return program

@@ -1,24 +1,32 @@
 """The parameters and buffers of a module in the ONNX program that torch.onnx.export made of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
 from nimblec.frontend.pytorch.tensors import as_array
 
 
-def optimize_around_weights(program: Any) -> None:
-    """Optimise an exported program with its parameters and buffers as inputs, so that none of them is folded."""
+def optimize_around_weights(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Optimise an exported program with its parameters and buffers as inputs, so that none of them is folded.
+
+    Its inputs and outputs get their names then: the optimizer renames an input that is an output, and gives each other
+    output of the same value a name of its own.
+    """
     graph, names = program.model.graph, program.exported_program.state_dict
-    hidden = [graph.initializers.pop(name) for name in names if name in graph.initializers]
-    contents = [value.const_value for value in hidden]
-    for value in hidden:
+    hidden = {name: graph.initializers.pop(name) for name in names if name in graph.initializers}
+    contents = [value.const_value for value in hidden.values()]
+    for value in hidden.values():
         value.const_value = None
         graph.inputs.append(value)
     program.optimize()
-    for value, content in zip(hidden, contents, strict=True):
+    for value in hidden.values():
         graph.inputs.remove(value)
-        value.const_value = content
+    for values, given in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, given, strict=True):
+            value.name = name
+    for (name, value), content in zip(hidden.items(), contents, strict=True):
+        value.name, value.const_value = name, content
         graph.register_initializer(value)
 
 
