@@ -15,7 +15,7 @@ from nimblert.calls.binding import Bindings
 from nimblert.calls.direct_calls import DirectCalls
 from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.outputs import check_apart, checked_out
-from nimblert.calls.parts import serve
+from nimblert.calls.parts import check_parts, serve
 from nimblert.calls.state import State, T, Working
 from nimblert.calls.turn import Relaunch, Steps, Turn, relaunch
 from nimblert.dimensions import Shapes
@@ -318,12 +318,12 @@ class Context:
             self._turn.check_ready()
             bindings.check_unchanged(changes)
             if isinstance(chosen, Program):
-                self._turn.parts, shapes = 1, None
-                backend = self._backend(chosen)
                 if taken:
-                    check_apart(taken, chosen, backend)
-                results = backend.call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
+                    check_apart(taken, chosen, self._backends[chosen.name])
+                self._turn.parts, shapes = 1, None
+                results = self._backend(chosen).call(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
             else:
+                check_parts(chosen, checked, taken, self._backends)
                 self._turn.parts = chosen.count
                 shapes = tuple(array.shape for array in checked), chosen.last.shapes
                 results = serve(chosen, checked, taken, self._backend, reuse_outputs=reuse_outputs, stream=handle)

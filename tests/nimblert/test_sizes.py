@@ -121,6 +121,31 @@ def test_memory_of_a_program_takes_no_other_output(rows: int, own: int) -> None:
             executable.run(drawn(rows), out={"z": room[: 2 * rows].reshape(2, rows)})
 
 
+@pytest.mark.parametrize(("rows", "own"), [(6, 5), (6, 4)])
+def test_a_call_of_several_runs_reads_no_memory_that_it_writes(rows: int, own: int) -> None:
+    """That of a program for the first run, and for the last."""
+    with nimblert.load(sized(4, 5)) as executable:
+        room = executable.run(drawn(own), reuse_outputs=True)["y"].reshape(-1)
+        w = room[: 2 * rows].reshape(2, rows)
+        with pytest.raises(InputError, match=r"input 'w': shares memory with what 'y' is written into, .* 2 runs"):
+            executable.run({**drawn(rows), "w": w})
+        copied = w.copy()
+        np.testing.assert_array_equal(executable.run({**drawn(3), "w": w[:, :3]})["z"], copied[:, :3])
+        np.testing.assert_array_equal(executable.run({**drawn(rows), "w": copied})["z"], copied)
+
+
+@pytest.mark.parametrize("rows", [3, 4, 6])
+def test_a_refused_array_for_an_output_leaves_the_last_run_as_it_was(rows: int) -> None:
+    with nimblert.load(sized(4, 5)) as executable:
+        room = executable.run(drawn(4), reuse_outputs=True)["y"].reshape(-1)
+        executable.run(drawn(5))
+        with pytest.raises(InputError, match="out 'z': shares memory"):
+            executable.run(drawn(rows), out={"z": room[: 2 * rows].reshape(2, rows)})
+        executable.replay()
+        y = executable.plan.programs[1].outputs[0]
+        assert executable.read(y.pointer, 60).tobytes() == drawn(5)["x"].tobytes()
+
+
 def test_more_runs_than_there_is_memory_for_are_a_sentence(executable: Executable) -> None:
     rows = 1 << 50
     given = {"x": np.broadcast_to(np.int32(1), (rows, 3)), "w": np.broadcast_to(np.int32(1), (2, rows))}

@@ -37,18 +37,27 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
 def check_apart(taken: Mapping[str, np.ndarray | DeviceArray], program: Program, backend: Backend) -> None:
     """Raise InputError where an array for one output shares memory that a run writes another one into."""
     for name, array in taken.items():
-        for tensor, on_host in zip(program.outputs, backend.outputs, strict=True):
-            if tensor.name == name:
-                continue
-            if isinstance(array, DeviceArray):
-                start = backend.address(tensor)
-                is_shared = array.span.start < start + tensor.span_nbytes and start < array.span.stop
-            else:
-                is_shared = np.shares_memory(array, on_host)
-            if is_shared:
-                raise InputError(
-                    f"out {name!r}: shares memory with what {tensor.name!r} is written into: give it memory of its own"
-                )
+        if other := written_into(array, program, backend, but=name):
+            raise InputError(
+                f"out {name!r}: shares memory with what {other!r} is written into: give it memory of its own"
+            )
+
+
+def written_into(
+    array: np.ndarray | DeviceArray, program: Program, backend: Backend, but: str | None = None
+) -> str | None:
+    """The name of an output that a run writes into memory of an array, if any ``but`` this one."""
+    for tensor, on_host in zip(program.outputs, backend.outputs, strict=True):
+        if tensor.name == but:
+            continue
+        if isinstance(array, DeviceArray):
+            start = backend.address(tensor)
+            is_shared = array.span.start < start + tensor.span_nbytes and start < array.span.stop
+        else:
+            is_shared = np.shares_memory(array, on_host)
+        if is_shared:
+            return tensor.name
+    return None
 
 
 def _step(array: np.ndarray | DeviceArray) -> int:

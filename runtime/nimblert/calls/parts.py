@@ -9,12 +9,36 @@ import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.calls.backend import Backend
-from nimblert.calls.outputs import check_apart, no_memory, share_memory
+from nimblert.calls.outputs import check_apart, no_memory, share_memory, written_into
 from nimblert.calls.sizes import Index, Served
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Program
 
 A = TypeVar("A", np.ndarray, DeviceArray)
+
+
+def check_parts(
+    served: Served, arrays: Sequence[Any], out: Mapping[str, Any], backends: Mapping[str, Backend]
+) -> None:
+    """Raise InputError where a run of a call would write what it may not: another output, or an input of a later run.
+
+    ``backends`` are those of each program by name.
+    """
+    programs = served.first.program, served.last.program
+    for program in programs:
+        check_apart(out, program, backends[program.name])
+    if served.count == 1:
+        return
+    later = f"which is read after a part of the output was written where a call is {served.count} runs"
+    for name, mine in out.items():
+        if any(share_memory(mine, array) for array in arrays):
+            raise InputError(f"out {name!r}: shares memory with an input, {later}: give it memory of its own")
+    for tensor, array in zip(served.first.program.inputs, arrays, strict=True):
+        for program in programs:
+            if output := written_into(array, program, backends[program.name]):
+                raise InputError(
+                    f"input {tensor.name!r}: shares memory with what {output!r} is written into, {later}: give a copy"
+                )
 
 
 def serve(
@@ -28,23 +52,14 @@ def serve(
 ) -> dict[str, Any]:
     """Run a call: its outputs by name, without those that arrays of the caller in ``out`` take if it is one run.
 
-    Several runs write parts of the same arrays: those in ``out``, else new ones. ``backend_of`` loads a program.
+    Several runs write parts of the same arrays: those in ``out``, else new ones. `check_parts` has checked them.
+    ``backend_of`` loads a program.
     """
     if served.count == 1:
         run = served.last
-        backend = backend_of(run.program)
-        if out:
-            check_apart(out, run.program, backend)
-        return backend.call(arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes, stream=stream)
-    for name, mine in out.items():
-        if any(share_memory(mine, array) for array in arrays):
-            raise InputError(
-                f"out {name!r}: shares memory with an input, which is read after a part of the output was written "
-                f"where a call is {served.count} runs: give it memory of its own"
-            )
-    if out:
-        for run in (served.first, served.last):
-            check_apart(out, run.program, backend_of(run.program))
+        return backend_of(run.program).call(
+            arrays, out, reuse_outputs=reuse_outputs, shapes=run.shapes, stream=stream
+        )
     backend = backend_of(served.first.program)
     on_device = stream is not None or any(isinstance(array, DeviceArray) for array in arrays)
     empty = partial(backend.empty, on_device=on_device)
