@@ -498,6 +498,16 @@ def test_a_dropped_pool_ends_its_processes() -> None:
     assert file_count() < files
 
 
+def test_a_closed_pool_keeps_no_file() -> None:
+    gc.collect()
+    files = file_count()
+    with pool_of(sized(2, 4, 8)) as pool:
+        pool.run(rows(3))
+        assert file_count() > files
+    assert file_count() <= files
+    assert pool.devices
+
+
 def test_weights_are_replaced_in_all_processes_between_calls() -> None:
     x, w = np.zeros(64, np.float32), np.arange(64, dtype=np.float32)
     with pool_of(weighted()) as pool, ThreadPoolExecutor(4) as threads:

@@ -180,6 +180,10 @@ class Memory:
             ) from exc
         return [np.ndarray(place.shape, place.dtype, self._pages, place.offset) for place in places]
 
+    def unmap(self) -> None:
+        """Drop its map, which goes with the last view."""
+        self._pages = None
+
     def clear(self) -> None:
         """Give the memory back. No process may read its views any more."""
         self._pages, self._had = None, 0

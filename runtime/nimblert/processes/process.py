@@ -132,6 +132,8 @@ class Slot:
         """Close socket and memory."""
         self.channel.end()
         self._memory.close()
+        self._memory.unmap()
+        self._views = Views(self._memory)
 
 
 def end(processes: Sequence[Process]) -> None:
