@@ -501,3 +501,27 @@ def test_inputs_and_outputs_of_a_module_keep_names_and_order() -> None:
         with nimblert.load(plan) as model:
             for found, wanted in zip(model(x.numpy()), expected, strict=True):
                 np.testing.assert_array_equal(found, np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize("refittable", [False, True])
+def test_outputs_may_have_the_names_of_weights_and_of_calls_within(refittable: bool) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Named(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(4.0))
+            self.scale = torch.nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x: Any) -> Any:
+            y = self.weight * x
+            return {"mul": torch.relu(y) + 1, "relu": y * self.scale, "weight": x + self.weight, "scale": self.scale}
+
+    x = torch.tensor([5.0, -6.0, 7.0, 8.0])
+    module = Named()
+    with nimblert.load(compiled(module, example_inputs=(x,), refittable=refittable)) as model:
+        found = model.run({"x": x.numpy()})
+    expected = {name: tensor.detach().numpy() for name, tensor in module(x).items()}
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)

@@ -9,7 +9,7 @@ from nimblec.frontend.pytorch.model import place_call
 from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy, ranges_of
 from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_translations import COMMON
-from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights
+from nimblec.frontend.pytorch.onnx_weights import kept_weights, name_ends, optimize_around_weights
 from nimblec.frontend.pytorch.outputs import name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.frontend.pytorch.sources import DynamicProgram
@@ -24,13 +24,10 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     call = next(iter(dynamic.calls(options).values()))
     model = place_call(call, device="cpu")
     outputs = name_outputs(run_twice(dynamic.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
-    names = [name for name, _ in model.inputs], [name for name, _ in outputs]
     path = folder / "model.onnx"
     with exporting_onnx(dynamic.name):
         program = torch.onnx.export(
             dynamic.program,
-            input_names=None if options.refittable else names[0],
-            output_names=None if options.refittable else names[1],
             dynamo=True,
             verbose=False,
             custom_translation_table=COMMON,
@@ -38,7 +35,8 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
         )
         assert program is not None
         if options.refittable:
-            optimize_around_weights(program, *names)
+            optimize_around_weights(program)
+        name_ends(program, [name for name, _ in model.inputs], [name for name, _ in outputs])
         program.save(path, external_data=True)
     _name_dimensions(path, dynamic)
     notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)

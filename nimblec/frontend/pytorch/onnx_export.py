@@ -22,7 +22,7 @@ from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_sources import keep_sources
 from nimblec.frontend.pytorch.onnx_stateless import StateFoundError, stateless
 from nimblec.frontend.pytorch.onnx_translations import COMMON, TRANSLATIONS
-from nimblec.frontend.pytorch.onnx_weights import kept_weights, optimize_around_weights, register_constants
+from nimblec.frontend.pytorch.onnx_weights import kept_weights, name_ends, optimize_around_weights, register_constants
 from nimblec.frontend.pytorch.outputs import missing_outputs, name_outputs
 from nimblec.frontend.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
 from nimblec.frontend.pytorch.state import (
@@ -132,9 +132,8 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))
         args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
         with stateless():
-            program = _onnx_program(
-                call.name, as_module(model.module), args, model.kwargs, _names(model), outputs, refittable=refittable
-            )
+            program = _onnx_program(call.name, as_module(model.module), args, model.kwargs, refittable=refittable)
+        name_ends(program, _names(model), [name for name, _ in outputs])
         program.save(path, external_data=True)
         notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
     weights = frozenset(kept_weights(program))
@@ -167,12 +166,11 @@ def _export_with_state(
         written = [tensor.name for tensor in state if tensor.is_written]
         outputs = [*name_outputs(result), *zip((_AFTER + name for name in written), after, strict=True)]
         inputs = [*_names(model), *(_BEFORE + tensor.name for tensor in state)]
-        program = _onnx_program(
-            call.name, module, args, {}, inputs, outputs, refittable=refittable, translations=TRANSLATIONS
-        )
+        program = _onnx_program(call.name, module, args, {}, refittable=refittable, translations=TRANSLATIONS)
         weights = frozenset(name.removeprefix("module.") for name in kept_weights(program))
         for initializer in tuple(program.model.graph.initializers.values()):
             initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
+        name_ends(program, inputs, [name for name, _ in outputs])
         program.save(path, external_data=True)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, name_outputs(result)))
         notes += accuracy(call.name, program, args, {}, outputs, nudged)
@@ -198,8 +196,6 @@ def _onnx_program(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    inputs: Sequence[str],
-    outputs: Sequence[tuple[str, torch.Tensor]],
     *,
     refittable: bool,
     translations: Mapping[Any, Any] = COMMON,
@@ -209,7 +205,6 @@ def _onnx_program(
     torch.export may choose another attention kernel than the module ran, whose result has another layout, and refuse
     the view that follows. Then all attention uses the math backend, which has only one layout.
     """
-    output_names = [output for output, _ in outputs]
 
     def exported() -> torch.onnx.ONNXProgram:
         with exporting_onnx(name):
@@ -217,8 +212,6 @@ def _onnx_program(
                 module,
                 args,
                 kwargs=kwargs,
-                input_names=None if refittable else inputs,
-                output_names=None if refittable else output_names,
                 dynamo=True,
                 verbose=False,
                 custom_translation_table=dict(translations),
@@ -226,7 +219,7 @@ def _onnx_program(
             )
             assert program is not None
             if refittable:
-                optimize_around_weights(program, inputs, output_names)
+                optimize_around_weights(program)
             register_constants(program)
             keep_sources(program)
         return program

@@ -7,12 +7,8 @@ from typing import Any
 from nimblec.frontend.pytorch.tensors import as_array
 
 
-def optimize_around_weights(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Optimise an exported program with its parameters and buffers as inputs, so that none of them is folded.
-
-    Its inputs and outputs get their names then: the optimizer renames an input that is an output, and gives each other
-    output of the same value a name of its own.
-    """
+def optimize_around_weights(program: Any) -> None:
+    """Optimise an exported program with its parameters and buffers as inputs, so that none of them is folded."""
     graph, names = program.model.graph, program.exported_program.state_dict
     hidden = {name: graph.initializers.pop(name) for name in names if name in graph.initializers}
     contents = [value.const_value for value in hidden.values()]
@@ -22,12 +18,31 @@ def optimize_around_weights(program: Any, inputs: Sequence[str], outputs: Sequen
     program.optimize()
     for value in hidden.values():
         graph.inputs.remove(value)
-    for values, given in ((graph.inputs, inputs), (graph.outputs, outputs)):
-        for value, name in zip(values, given, strict=True):
-            value.name = name
+    for value in graph.outputs:
+        value.name = f"output of {value.name}"  # the optimizer gives it the name of a weight that it is equal to
     for (name, value), content in zip(hidden.items(), contents, strict=True):
         value.name, value.const_value = name, content
         graph.register_initializer(value)
+
+
+def name_ends(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Name the inputs and outputs of an optimised program; other values that are called so get other names.
+
+    torch.onnx.export would do it before the optimizer, which renames an input that is an output, and where two outputs
+    are one value; and it does not look for other values of these names.
+    """
+    graph = program.model.graph
+    ends = [*zip(graph.inputs, inputs, strict=True), *zip(graph.outputs, outputs, strict=True)]
+    read = (value for node in graph.all_nodes() for value in (*node.inputs, *node.outputs) if value is not None)
+    values = {id(value): value for value in (*graph.inputs, *graph.initializers.values(), *read)}
+    given = {name for _, name in ends}
+    taken = given | {value.name for value in values.values()}
+    for value in values.values():
+        if value.name in given:
+            value.name = next(name for name in _names(value.name) if name not in taken)
+            taken.add(value.name)
+    for value, name in ends:
+        value.name = name
 
 
 def kept_weights(program: Any) -> Iterator[str]:
