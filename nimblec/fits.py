@@ -345,7 +345,7 @@ class _Trial:
 
     def _merged(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """The ``rest`` with a box of the ``base`` in it."""
-        merged = {name: array.copy() for name, array in rest.items()}
+        merged = {name: np.array(array) for name, array in rest.items()}  # also of a numpy scalar
         for tensor, of in zip(program.inputs, self._axes.inputs, strict=True):
             box = _box(of, starts, stops)
             merged[tensor.name][box] = base[tensor.name][box]

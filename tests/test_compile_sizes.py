@@ -233,6 +233,15 @@ def test_rows_that_are_alone_only_sometimes_are_not_split(
     assert Fit.SPLIT not in {fit for program in plan.programs for fit in program.fits}
 
 
+@pytest.mark.parametrize("dtype", ["FLOAT", "BOOL"])
+def test_an_input_may_have_no_axes(tmp_path: Path, dtype: str) -> None:
+    nodes = [node("Cast", ["a"], ["factor"], to=1), node("Mul", ["x", "factor"], ["y"])]
+    given = [ROWS, ("a", getattr(TensorProto, dtype), ())]
+    model = write_model(tmp_path / "rows.onnx", nodes, given, [floats("y", "batch", 4)])
+    plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4)})
+    assert {fit for program in plan.programs for fit in program.fits} == {Fit.SPLIT}
+
+
 @pytest.mark.parametrize("dtype", ["INT64", "FLOAT"])
 def test_an_additive_mask_may_be_of_floats(tmp_path: Path, dtype: str) -> None:
     nodes = [
