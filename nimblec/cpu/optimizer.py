@@ -46,8 +46,11 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
     with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
         optimized = _optimize(model, folder, Path(scratch, "once"), "ORT_ENABLE_ALL")
         if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
-            # The basic level adds no fusions that a plain session would lack.
-            optimized = _optimize(optimized, Path(scratch), Path(scratch, "twice"), "ORT_ENABLE_BASIC")
+            # The basic level adds no fusions that a plain session would lack, without this one: at the full level
+            # signed pairs become unsigned after it has merged those of one type.
+            optimized = _optimize(
+                optimized, Path(scratch), Path(scratch, "twice"), "ORT_ENABLE_BASIC", without="DoubleQDQPairsRemover"
+            )
         dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
         optimized.graph.initializer.extend(dense)
         del optimized.graph.sparse_initializer[:]
@@ -67,13 +70,16 @@ _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d
 """Part of ONNX Runtime's message about a newer opset."""
 
 
-def _optimize(model: ModelProto, folder: Path, path: Path, level: str) -> ModelProto:
-    """The optimised model that a session of ``model`` saves at ``path``, its large data in a file beside it."""
+def _optimize(model: ModelProto, folder: Path, path: Path, level: str, without: str = "") -> ModelProto:
+    """The optimised model that a session of ``model`` saves at ``path``, its large data in a file beside it.
+
+    ``without`` names an optimiser to leave out.
+    """
     ort = onnxruntime()
     weights = path.with_suffix(".weights")
     places = {"folder": str(folder.resolve()), "path": str(path.absolute()), "weights": weights.name}
     try:
-        save_optimized(model.SerializeToString(), level=level, **places)
+        save_optimized(model.SerializeToString(), level=level, without=without, **places)
     except RefusedError as exc:
         if weights.exists():  # it accepted the model and began to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc

@@ -25,8 +25,8 @@ class RefusedError(Exception):
 def save_optimized(model: bytes, request: Mapping[str, str]) -> None:
     """Save a model as ONNX Runtime would run it, in the file ``path`` and, its large data, in ``weights`` beside it.
 
-    ``level`` of the request is the name of a GraphOptimizationLevel, ``folder`` has the model's external data. Raises
-    RefusedError and MemoryError.
+    ``level`` of the request is the name of a GraphOptimizationLevel, ``without`` has those of optimisers to leave out,
+    ``folder`` has the model's external data. Raises RefusedError and MemoryError.
     """
     ort = import_module("onnxruntime")
     options = ort.SessionOptions()
@@ -42,7 +42,9 @@ def save_optimized(model: bytes, request: Mapping[str, str]) -> None:
     ):
         options.add_session_config_entry(key, value)
     try:
-        ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"], disabled_optimizers=request["without"].split()
+        )
     except MemoryError:
         raise
     except Exception as exc:  # those of ONNX Runtime have no other common class

@@ -384,6 +384,19 @@ def test_shape_arithmetic_of_a_function_is_folded(path: Path) -> None:
     assert [op.name for op in plan.programs[0].ops] == ["Pad", "Slice"]
 
 
+def test_quantised_twice_beside_a_size_that_is_not_folded(path: Path) -> None:
+    nodes = [
+        node("QuantizeLinear", ["x", "scale", "middle"], ["a"]),
+        node("DequantizeLinear", ["a", "scale", "middle"], ["b"]),
+        node("QuantizeLinear", ["b", "scale", "low"], ["c"]),
+        node("DequantizeLinear", ["c", "scale", "low"], ["y"]),
+        node("Size", ["x"], ["n"]),
+    ]
+    constants = {"scale": np.array(0.05, np.float32), "middle": np.array(120, np.uint8), "low": np.array(3, np.int8)}
+    write_model(path, nodes, [floats("x", 64)], [floats("y", 64), ("n", TensorProto.INT64, ())], constants=constants)
+    assert_same(path, {"x": np.linspace(-10, 10, 64, dtype=np.float32)})
+
+
 def test_a_function_without_shape_inference(path: Path) -> None:
     x = RNG.standard_normal((2, 3, 4, 5)).astype(np.float32)
     write_model(
