@@ -114,6 +114,29 @@ def test_fused_calls_stay_fused() -> None:
     ]
 
 
+@pytest.mark.parametrize("operator", ["Softmax", "LogSoftmax", "Hardmax"])
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_opsets_below_13_count_axes_from_the_end_too(operator: str, axis: int) -> None:
+    signature = "(float[2,3,4] x) => (float[2,3,4] y)"
+    x = random(2, 3, 4)
+    found, expected = (
+        run(import_model(model_of(f"y = {operator} <axis = {n}> (x)", signature, opset=11)), x)[0]
+        for n in (axis, axis + 3)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization <num_groups = 2>"])
+def test_groups_of_a_transposed_array_are_normalised(operator: str) -> None:
+    signature = "(float[2,3,4] x) => (float[2,4,3] y)"
+    ones = {"scale": np.ones(4, np.float32), "bias": np.zeros(4, np.float32)}
+    plain = import_model(model_of(f"y = {operator} (x, scale, bias)", "(float[2,4,3] x) => (float[2,4,3] y)", **ones))
+    turned = f"t = Transpose <perm = [0, 2, 1]> (x)  y = {operator} (t, scale, bias)"
+    x = random(2, 3, 4)
+    found = run(import_model(model_of(turned, signature, **ones)), x)
+    np.testing.assert_array_equal(found, run(plain, x.swapaxes(1, 2).copy()))
+
+
 @pytest.mark.parametrize("add", ["Add (p, b)", "Add (b, p)"])
 def test_a_bias_after_a_product_of_any_rank_is_fused(add: str) -> None:
     signature = "(float[2,3,4] x) => (float[2,3,5] y)"

@@ -102,7 +102,7 @@ def shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
 
 def _as_matrix(x: Tensor, axis: int) -> Tensor:
     """Return ``x`` with the dimensions from ``axis`` on as one, as opsets below 13 see it."""
-    axis = axis_of(axis, x.dim() + 1)
+    axis = axis_of(axis, x.dim())
     return torch.reshape(x, (torch.Size(x.shape[:axis]).numel(), torch.Size(x.shape[axis:]).numel()))
 
 
