@@ -70,12 +70,12 @@ class Group(click.Group):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """As in click, which prints --help here and would exit with 1 on a broken pipe."""
-        with _reader():
+        with _printing():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """As in click."""
-        with _reader():
+        with _printing():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -85,11 +85,13 @@ class Group(click.Group):
 
 
 @contextmanager
-def _reader() -> Iterator[None]:
+def _printing() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError as exc:
         raise ReaderGoneError from exc
+    except OSError as exc:  # of click, as it prints --help or --version: `Command` handles its own
+        raise click.ClickException(exc.strerror or str(exc)) from exc
 
 
 def refuse_both(one: str, other: str, *, given: bool) -> None:

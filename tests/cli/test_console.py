@@ -117,6 +117,16 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path, command: str) -> Non
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("command", ["--version", "compile --help"])
+def test_a_full_disk_behind_what_is_printed_is_one_sentence(command: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "nimblec", *command.split()],
+            stdout=full, stderr=subprocess.PIPE, check=False, env=environment(), timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, b"nimblec: No space left on device\n")
+
+
 @pytest.mark.parametrize(("closed", "name", "status"), [(">&-", "m.plan", 0), ("2>&-", "none.plan", 2)])
 def test_what_a_closed_stream_would_show_is_dropped(tmp_path: Path, closed: str, name: str, status: int) -> None:
     cuda_plan().save(tmp_path / "m.plan")
