@@ -198,6 +198,29 @@ def test_loop_whose_trip_count_is_constant(path: Path) -> None:
     assert plan.programs[0].outputs[1].shape == (4, 2, 3)
 
 
+def test_values_of_a_size_that_only_a_run_shows_may_be_bfloat16(path: Path) -> None:
+    body = helper.make_graph(
+        [node("Identity", ["keep"], ["go"]), node("Add", ["s", "x"], ["next"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", INT64, ()),
+            helper.make_tensor_value_info("keep", TensorProto.BOOL, ()),
+            helper.make_tensor_value_info("s", TensorProto.FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("go", TensorProto.BOOL, ()),
+            helper.make_tensor_value_info("next", TensorProto.FLOAT, None),
+        ],
+    )
+    nodes = [
+        node("Loop", ["n", "", "x"], ["last"], body=body),
+        node("Cast", ["last"], ["rounded"], to=TensorProto.BFLOAT16),
+        node("Cast", ["rounded"], ["y"], to=TensorProto.FLOAT),
+    ]
+    write_model(path, nodes, [floats("x", 2, 3)], [floats("y", 2, 3)], constants={"n": np.array(4)})
+    assert_same(path, {"x": X})
+
+
 CALLS = {
     "Conv": (node("Conv", ["x", "w"], ["out"], kernel_shape=[1, 1]), (2, 2, 1, 1)),
     "LSTM": (node("LSTM", ["x", "w", "w"], ["", "out"], hidden_size=2), (1, 8, 2)),
