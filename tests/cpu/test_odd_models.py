@@ -198,6 +198,24 @@ def test_loop_whose_trip_count_is_constant(path: Path) -> None:
     assert plan.programs[0].outputs[1].shape == (4, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape"), [({"scan_input_axes": [-1]}, (2, 4, 0)), ({"scan_output_axes": [1]}, (4, 0))], ids=str
+)
+def test_scans_of_empty_tensors_along_other_axes_end_no_process(
+    path: Path, axes: dict[str, list[int]], shape: tuple[int, ...]
+) -> None:
+    step = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("s", "t", "next", "out")]
+    nodes = [node("Add", ["s", "t"], ["next"]), node("Tanh", ["next"], ["out"])]
+    body = helper.make_graph(nodes, "body", step[:2], step[2:])
+    rest = shape[:-1] if "scan_input_axes" in axes else shape[1:]
+    call = node("Scan", ["first", "x"], ["last", "y"], body=body, num_scan_inputs=1, **axes)
+    write_model(
+        path, [call], [floats("first", *rest), floats("x", *shape)], [floats("last", *rest), ("y", 1, None)]
+    )
+    with pytest.raises(UnsupportedModelError, match="Scan: an empty tensor, and scans along the axes"):
+        plan_file(path)
+
+
 def test_values_of_a_size_that_only_a_run_shows_may_be_bfloat16(path: Path) -> None:
     body = helper.make_graph(
         [node("Identity", ["keep"], ["go"]), node("Add", ["s", "x"], ["next"])],

@@ -263,6 +263,13 @@ def _grams(call: Call) -> Iterator[str]:
         yield f"n-grams of {shortest} to {longest} with up to {skips} skipped"
 
 
+def _scan(call: Call) -> Iterator[str]:
+    """Axes other than the first are brought to the front, which divides by the lengths of others."""
+    axes = (*call.integers("scan_input_axes"), *call.integers("scan_output_axes"))
+    if any(axes) and any(0 in shape for shape in (*call.inputs, *call.outputs) if shape is not None):
+        yield f"an empty tensor, and scans along the axes {axes}"
+
+
 _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         "Attention": (_ranks("34", "34", "34", "1234", "4", "4", "1"),),
@@ -275,6 +282,7 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "GatherND": (_batch_dims,),
         "QLinearConv": (_bias(3, 8),),
         "STFT": (_spectra,),
+        "Scan": (_scan,),
         "TfIdfVectorizer": (_grams,),
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
         "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
