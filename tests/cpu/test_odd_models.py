@@ -216,6 +216,25 @@ def test_scans_of_empty_tensors_along_other_axes_end_no_process(
         plan_file(path)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scans_in_branches_are_along_first_axes(path: Path, axis: int) -> None:
+    """Whether their tensors are empty is not known before a run."""
+    step = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("s", "t", "next", "out")]
+    nodes = [node("Add", ["s", "t"], ["next"]), node("Tanh", ["next"], ["out"])]
+    body = helper.make_graph(nodes, "body", step[:2], step[2:])
+    scan = node("Scan", ["first", "x"], ["last", "out"], body=body, num_scan_inputs=1, scan_output_axes=[axis])
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
+    then, other = (helper.make_graph([made], "b", [], [out]) for made in (scan, node("Tanh", ["x"], ["out"])))
+    branch = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    given = [floats("x", 3, 3), floats("first", 3), ("c", TensorProto.BOOL, ())]
+    write_model(path, [branch], given, [floats("y", 3, 3)])
+    if axis == 0:
+        assert_same(path, {"x": RNG.standard_normal((3, 3), np.float32), "first": X[0], "c": np.array(True)})
+    else:
+        with pytest.raises(UnsupportedModelError, match="Scan: is in the body of a loop or branch"):
+            plan_file(path)
+
+
 def test_values_of_a_size_that_only_a_run_shows_may_be_bfloat16(path: Path) -> None:
     body = helper.make_graph(
         [node("Identity", ["keep"], ["go"]), node("Add", ["s", "x"], ["next"])],

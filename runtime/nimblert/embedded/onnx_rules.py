@@ -189,7 +189,7 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
     if operator is None or node.overload:
         yield f"model: {domain or 'ai.onnx'}.{node.op_type} of opset {opset} is no operator that a plan may call"
         return
-    if inner and not onnx_trust.is_for_bodies(_name(node)):
+    if inner and not onnx_trust.is_for_bodies(_name(node), node.attribute):
         yield f"{node.op_type}: {IN_A_BODY}"
     yield from _arity_problems(node.op_type or "", "inputs", node.input, operator.inputs, operator.least_inputs)
     yield from _arity_problems(node.op_type or "", "outputs", node.output, operator.outputs, operator.least_outputs)

@@ -5,7 +5,7 @@ or never ends. ``fuzz/operators.py`` found these cases (versions 1.24 to 1.32), 
 are stricter than necessary, where that makes them simpler.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -100,12 +100,14 @@ def problems(operator: str, call: Call) -> Iterator[str]:
             yield f"{operator}: {sentence}"
 
 
-def is_for_bodies(operator: str) -> bool:
-    """Whether an operator may be in the body of a loop or branch: it is safe for inputs of any shape.
+def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
+    """Whether a call may be in the body of a loop or branch: it is safe for inputs of any shape.
 
     Concat is allowed, since loops build their results with it: it refuses tensors of different ranks itself, but ends
     the process where the first is empty, which cannot be foreseen in a body.
     """
+    if operator == "Scan":
+        return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
 
 
@@ -263,9 +265,12 @@ def _grams(call: Call) -> Iterator[str]:
         yield f"n-grams of {shortest} to {longest} with up to {skips} skipped"
 
 
+_SCAN_AXES = ("scan_input_axes", "scan_output_axes")
+
+
 def _scan(call: Call) -> Iterator[str]:
     """Axes other than the first are brought to the front, which divides by the lengths of others."""
-    axes = (*call.integers("scan_input_axes"), *call.integers("scan_output_axes"))
+    axes = tuple(axis for name in _SCAN_AXES for axis in call.integers(name))
     if any(axes) and any(0 in shape for shape in (*call.inputs, *call.outputs) if shape is not None):
         yield f"an empty tensor, and scans along the axes {axes}"
 
