@@ -576,7 +576,7 @@ def test_load_pool_with_processes(tmp_path: Path) -> None:
     with load(path) as model:
         expected = model(x)
     for plan in (path, path.read_bytes(), model.plan):
-        with load_pool(plan, processes=True, contexts=1, warm=True, copy=True) as pool:
+        with load_pool(plan, processes=True, contexts=np.int64(1), warm=True, copy=True) as pool:
             assert pool.devices == (0,)
             assert repr(pool).startswith("ProcessPool(Program('main'")
             assert np.array_equal(pool(x), expected)

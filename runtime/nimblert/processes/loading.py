@@ -11,7 +11,7 @@ from nimblert.calls.entries import Entries
 from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError, PlanError
 from nimblert.executable import checked
 from nimblert.files import container
-from nimblert.limits import Limits
+from nimblert.limits import Limits, is_integer
 from nimblert.plan import Plan, Target
 from nimblert.pool import keeps_state, ordinals
 from nimblert.processes.channel import READY, Memory, opened
@@ -31,7 +31,7 @@ def load(
     **options: bool,
 ) -> ProcessPool:
     """As `nimblert.load_pool` with processes. ``options`` are further ones of `load`."""
-    if not isinstance(contexts, int) or isinstance(contexts, bool) or contexts < 1:
+    if not is_integer(contexts) or contexts < 1:
         raise InputError(f"contexts: got {contexts!r}, expected a number of at least 1")
     image = container.open_image(container.encode_file(plan) if isinstance(plan, Plan) else plan, copy=copy)
     path = "plan" if isinstance(plan, Plan) else container.name(plan)
