@@ -140,6 +140,8 @@ ALL = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
         lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(LATER, 0.5), -1) @ v,  # nothing hidden
         lambda q, k, v: torch.softmax(torch.where(q[:, :, :, :1] > 0, q @ k.mT, -1e9), -1) @ v,  # not known
         lambda q, k, v: torch.softmax(torch.relu(q @ k.mT), -1) @ v,
+        lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(LATER, -1e9).masked_fill(LATER.T, -1e9), -1) @ v,
+        lambda q, k, v: torch.softmax(torch.where(~LATER, (q @ k.mT).masked_fill(LATER.T, -1e9), -1e9), -1) @ v,
         _weights_read_again,
         _scores_read_again,
         lambda q, k, v: torch.softmax(q[..., :3] @ k[..., :3].mT, -1) @ v,  # no kernel takes 3 channels

@@ -124,7 +124,9 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
     low = number(rewriter, fill)
     if hidden is None or hidden.dim() < 2 or low is None or low > HIDDEN or bool(hidden.all(-1).any()):
         return None
-    if found.masks or found.scale != 1 or not is_like(scores, node) or tuple(fake(node).shape) != found.shape:
+    if found.masks or found.hidden is not None or found.scale != 1:
+        return None
+    if not is_like(scores, node) or tuple(fake(node).shape) != found.shape:
         return None
     return replace(found, product=scores, hidden=hidden)
 
