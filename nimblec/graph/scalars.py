@@ -11,8 +11,8 @@ aten = torch.ops.aten
 
 
 def number(rewriter: Rewriter, argument: Any) -> float | None:
-    """The value of a Python number or of a constant with one element; bools and complex numbers are none."""
-    if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+    """The value of a Python number, True being 1, or of a constant with one number; bools and complex ones are none."""
+    if isinstance(argument, (int, float)):
         return float(argument)
     value = rewriter.value(argument)
     if value is None or value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:

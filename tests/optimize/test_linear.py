@@ -138,6 +138,7 @@ def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
         lambda x: x * 0.5 * (2.0 + torch.erf(x / math.sqrt(2.0))),
         lambda x: x * 0.25 * (1.0 + torch.erf(x / math.sqrt(2.0))),
         lambda x: X * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+        lambda x: (x + 1.0) * True,
         lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.05 * torch.pow(x, 3.0)))),
         lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 2.0)))),
         lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x * 2 + 0.044715 * torch.pow(x, 3.0)))),
