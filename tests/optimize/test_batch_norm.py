@@ -126,6 +126,14 @@ def test_a_concatenation_of_convolutions() -> None:
     assert_same(mixed, after, x, rtol=1e-12)
 
 
+def test_a_concatenation_that_began_as_an_empty_tensor() -> None:
+    weight, x = _random(6, 4, 3, 3), _random(1, 4, 8, 8)
+    before = record(lambda x: _norm(torch.cat([torch.empty(0), torch.conv2d(x, weight)], 1), 6), x)
+    after = rewritten(before, fold_batch_norm)
+    assert counts(after) == {"convolution": 1, "cat": 1, "addcmul": 1}
+    assert_same(before, after, x, rtol=1e-12)
+
+
 def test_a_linear_over_three_axes_takes_bias_and_scale() -> None:
     weight, bias, scale, x = _random(4, 6), _random(6), _random(6), _random(2, 3, 4)
 

@@ -90,7 +90,7 @@ def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) 
     parts, axis = bound(node)["tensors"], bound(node)["dim"] % fake(node).dim()
     slices = [affine] * len(parts)
     if affine.axis is not None:
-        if affine.axis != axis:
+        if affine.axis != axis or any(fake(part).dim() != fake(node).dim() for part in parts):  # torch drops (0,)
             return None
         lengths = [fake(part).shape[axis] for part in parts]
         halves = zip(affine.scale.split(lengths), affine.shift.split(lengths), strict=True)
