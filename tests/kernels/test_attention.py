@@ -142,6 +142,20 @@ def test_values_and_no_copies(name: str, batch: int) -> None:
         assert _is_in_place(own, call), own.graph
 
 
+def test_attention_reads_the_result_of_another_directly() -> None:
+    x = _random(1, 2, 8, 16)
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = scaled_dot_product_attention(x, x, x)
+        return x
+
+    before = record(model, x)
+    after = rewritten(before, lambda m: use_triton_attention(m, lambda _: TILING))
+    assert counts(after)["attention"] == 2
+    torch.testing.assert_close(run(after, x)[0], run(before, x)[0], atol=4e-3, rtol=4e-3)
+
+
 def _is_in_place(module: fx.GraphModule, call: fx.Node) -> bool:
     """Whether there are views alone between linears and the call on both sides."""
     Rewriter(module).propagate()
