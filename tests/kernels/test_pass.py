@@ -161,6 +161,9 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "gate of pixels": (
         lambda x: _branches(x, lambda y: _conv(y * x.mean(1, keepdim=True))), IMAGES, f"{FIRST}, convolution none",
     ),
+    "a number before, for single pixels": (
+        lambda x: _conv(x * 0.5), IMAGES[:, :, :1, :1].clone(), "convolution none after scale shift",
+    ),
     "relu of a pool before": (
         lambda x: _conv(torch.relu(functional.avg_pool2d(_conv(x), 3))), IMAGES, f"{FIRST}, convolution none",
     ),
