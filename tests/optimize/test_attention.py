@@ -142,6 +142,8 @@ ALL = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
         lambda q, k, v: torch.softmax(torch.relu(q @ k.mT), -1) @ v,
         lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(LATER, -1e9).masked_fill(LATER.T, -1e9), -1) @ v,
         lambda q, k, v: torch.softmax(torch.where(~LATER, (q @ k.mT).masked_fill(LATER.T, -1e9), -1e9), -1) @ v,
+        lambda q, k, v: torch.softmax((q @ k.mT * -0.3).masked_fill(LATER, -torch.inf), -1) @ v,  # which were infinity
+        lambda q, k, v: torch.softmax((q @ k.mT * 0.0).masked_fill(LATER, -torch.inf), -1) @ v,
         _weights_read_again,
         _scores_read_again,
         lambda q, k, v: torch.softmax(q[..., :3] @ k[..., :3].mT, -1) @ v,  # no kernel takes 3 channels
@@ -189,6 +191,12 @@ def test_a_mask_that_hides_nothing_goes(mask: Tensor, passes: tuple[Callable[...
 @pytest.mark.parametrize("mask", [~LATER, LATER * LOW, torch.zeros(1, TOKENS, TOKENS).masked_fill(LATER, -torch.inf)])
 def test_a_causal_mask_becomes_a_flag(mask: Tensor, passes: tuple[Callable[..., None], ...]) -> None:
     assert _stated(mask, passes).args[3:] == (None, 0.0, True)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_causal_mask_of_scores_whose_signs_change_is_no_flag(scale: float) -> None:
+    before = record(lambda q, k, v: attention(_heads(q), _heads(k), _heads(v), ~LATER, scale=scale), *_inputs())
+    assert_same(before, rewritten(before, canonicalize_masks), *_inputs(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mask", [SOME, SOME[:1], SOME.expand(HEADS, TOKENS, TOKENS), ~LATER.T])

@@ -32,13 +32,18 @@ def canonicalize_masks(module: fx.GraphModule) -> None:
             continue
         if hides_nothing(value):
             _say(node, None, is_causal=False)
-        elif is_causal(value, (queries.shape[-2], keys.shape[-2])):
+        elif is_causal(value, (queries.shape[-2], keys.shape[-2])) and _is_positive(given["scale"]):
             _say(node, None, is_causal=True)
         elif value.dtype == torch.bool and bool(value.any(-1).all()):
             if (mask, queries.dtype) not in added:
                 added[mask, queries.dtype] = rewriter.constant(_added(value, queries.dtype), at=mask)
             _say(node, added[mask, queries.dtype], is_causal=False)
     rewriter.finish()
+
+
+def _is_positive(scale: float | None) -> bool:
+    """Whether minus infinity stays so: kernels hide keys by the flag before they multiply by the scale."""
+    return scale is None or scale > 0
 
 
 def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:

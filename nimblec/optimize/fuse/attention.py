@@ -86,7 +86,9 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
         return replace(found, product=source) if same else None
     times = scaled(rewriter, node)
     if times is not None:
-        return replace(found, product=times[0], scale=found.scale * times[1]) if is_like(times[0], node) else None
+        if times[1] <= 0 or not is_like(times[0], node):  # kernels multiply minus infinity by the scale
+            return None
+        return replace(found, product=times[0], scale=found.scale * times[1])
     if is_call(node, aten.add.Tensor) and node.kwargs.get("alpha", 1) == 1:
         return _masked(found, node)
     return _filled(rewriter, found, node)
