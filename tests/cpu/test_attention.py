@@ -89,3 +89,20 @@ def test_queries_that_share_heads() -> None:
 
     x, y = torch.randn(6, 5, 8), torch.randn(2, 7, 8)
     torch.testing.assert_close(_result(Shared(), x, y), Shared()(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("lead", ["one", "two", "three"])
+def test_a_mask_that_leaves_no_key(lead: str, dtype: torch.dtype) -> None:
+    """Unlike that of the example."""
+
+    def mask(*of: int) -> Tensor:
+        chosen = torch.ones(*LEADS[lead][:-1], 1, 5, 6, dtype=torch.bool)
+        chosen[..., of, :] = False
+        return chosen if dtype == torch.bool else torch.zeros(chosen.shape).masked_fill(~chosen, -torch.inf)
+
+    q, k, v = (torch.randn(*LEADS[lead], *shape) for shape in ((5, 8), (6, 8), (6, 4)))
+    exe = nimblert.load(nimblec.compile(functional.scaled_dot_product_attention, (q, k, v, mask()), target="cpu"))
+    for given in (mask(), mask(0, 3)):
+        found = torch.from_numpy(exe(*(tensor.numpy() for tensor in (q, k, v, given))))
+        torch.testing.assert_close(found, functional.scaled_dot_product_attention(q, k, v, given))

@@ -1,13 +1,16 @@
 """Translations for what torch.onnx exports wrongly, slowly or not at all.
 
 Batch norm in training mode is written out: torch.onnx exports it as if it were in evaluation mode. Attention of other
-than four axes it refuses. Of a transposed matrix and a vector, ONNX Runtime 1.32 computes another product.
+than four axes it refuses, and where a mask leaves no key it computes a mean or NaN. Of a transposed matrix and a
+vector, ONNX Runtime 1.32 computes another product.
 """
 
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
+import onnx_ir
 import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
@@ -65,7 +68,19 @@ def batch_norm(
 
 
 def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any) -> Any:
-    """aten.scaled_dot_product_attention of any number of axes, of which torch.onnx takes four."""
+    """aten.scaled_dot_product_attention: zeros where the mask leaves no key."""
+    made = _attention(query, key, value, attn_mask, *given, **named)
+    if attn_mask is None:
+        return made
+    last, zero = ints([-1]), like(0, query)
+    if attn_mask.dtype == onnx_ir.DataType.BOOL:
+        attn_mask = op.Where(attn_mask, zero, like(-np.inf, query))
+    has_key = op.Greater(op.ReduceMax(attn_mask, last), like(-np.inf, query))
+    return op.Where(has_key, made, zero)
+
+
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any, *given: Any, **named: Any) -> Any:
+    """Attention of any number of axes, of which torch.onnx takes four."""
     read, missing = (query, key, value), _ATTENTION_AXES - len(query.shape)
     if missing > 0:
         axes, lead = ints(range(missing)), [1] * missing
