@@ -81,6 +81,13 @@ def test_the_logarithm_of_a_sigmoid_that_is_rounded_to_zero() -> None:
     agree(functional.logsigmoid, (x,), (x * -100,), (x * 100,))
 
 
+def test_a_sum_of_powers_that_are_infinite() -> None:
+    x = torch.tensor([0.5, 120.0, -1000.0, torch.inf, -torch.inf, torch.inf])
+    y = torch.tensor([-1.5, 119.0, -1001.0, 1.0, -torch.inf, torch.inf])
+    others = [(x, y), (y, x), (x, x + torch.nan)]
+    agree(each([torch.logaddexp, torch.logaddexp2]), (torch.ones(6), torch.zeros(6)), *others)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_a_shift_to_the_left(dtype: torch.dtype) -> None:
     agree(each([lambda x: x << 3, lambda x: x << (x % 5)]), (torch.tensor([1, 2, 77], dtype=dtype),))

@@ -3,11 +3,14 @@
 It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
 and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
 rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
-that of zero, and -0 has no sign. Integers, which are rounded already, go to operators of ONNX that take none. Sums of
-booleans are sums. Steps of 0.1 are counted in float32, of which 0.6 may have seven.
+that of zero, that of a sum of powers is infinite where one of them is, and -0 has no sign. Integers, which are rounded
+already, go to operators of ONNX that take none. Sums of booleans are sums. Steps of 0.1 are counted in float32, of
+which 0.6 may have seven.
 """
 
 from collections.abc import Callable
+from functools import partial
+from math import e, log
 from typing import Any
 
 import onnx_ir
@@ -68,6 +71,14 @@ def log_sigmoid(self: Any) -> Any:
     """aten.log_sigmoid: min(x, 0) - log(1 + exp(-|x|)), which is finite where the sigmoid is rounded to zero."""
     near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), like(1, self)))
     return op.Sub(op.Min(self, like(0, self)), near)
+
+
+def log_add(base: float, self: Any, other: Any) -> Any:
+    """aten.logaddexp or logaddexp2: the larger plus what the smaller adds, as the power of either may be infinite."""
+    zero = like(0, self)
+    apart = op.Where(op.Equal(self, other), zero, op.Abs(op.Sub(self, other)))
+    added = op.Log(op.Add(op.Exp(op.Mul(apart, like(-log(base), self))), like(1, self)))
+    return op.Add(op.Max(self, other), op.Div(added, like(log(base), self)))
 
 
 def power(self: Any, exponent: Any) -> Any:
@@ -203,6 +214,8 @@ ARITHMETIC: dict[Any, Any] = {
     aten.bitwise_left_shift.Tensor_Scalar: shift_left,
     aten.bitwise_left_shift.Tensor: shift_left_by,
     aten.log_sigmoid.default: log_sigmoid,
+    aten.logaddexp.default: partial(log_add, e),
+    aten.logaddexp2.default: partial(log_add, 2),
     aten.pow.Tensor_Tensor: power,
     aten.remainder.Tensor: remainder,
     aten.remainder.Scalar: remainder,
