@@ -37,6 +37,18 @@ def test_values_are_scattered_with_a_reduction() -> None:
     agree(each(writes), (x, index, ROWS), (x, TOGETHER[:, 1:] % 3, -ROWS))
 
 
+def test_a_diagonal_beside_infinity() -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    reads = [
+        lambda x: x.diagonal(-1, 0, 2),
+        lambda x: x.diagonal(1, -1, 1),
+        lambda x: x[1].diag(5),
+        lambda x: x[0].trace(),
+    ]
+    beside = torch.where(x.remainder(5) == 0, x, torch.inf)
+    agree(each(reads), (x,), (beside,), (beside * torch.nan,))
+
+
 def test_what_a_mask_chooses_gets_values_in_their_order() -> None:
     def model(x: Tensor, values: Tensor) -> Tensor:
         return x.masked_scatter(x > 0, values) + x.masked_scatter(x[:, :1] < 0, values)

@@ -1,6 +1,8 @@
-"""Writes to a part of a tensor.
+"""Reads of a part of a tensor, and writes to one.
 
-Those of a few rows become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor before and
+A diagonal torch.onnx reads as a sum of products with zeros, which are no numbers beside infinity.
+
+Writes of a few rows become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor before and
 after where the rows are not of its first dimension: two copies of a whole cache. Here every dimension up to theirs is
 indexed instead, and each row is one contiguous copy.
 
@@ -128,13 +130,26 @@ def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
     return op.Where(mask, values, self)
 
 
+def diagonal(self: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """aten.diagonal: read alone, as infinity beside it times 0 is no number."""
+    if not all(isinstance(size, int) for size in self.shape):
+        return core.aten_diagonal(self, offset, dim1, dim2)
+    places: Any = op.Constant(value=numpy_helper.from_array(_diagonal_places(sizes(self), offset, dim1, dim2)))
+    return op.Gather(op.Reshape(self, ints([-1])), places)
+
+
 def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """aten.diagonal_scatter: a diagonal at known positions."""
     shape = sizes(self)
-    places = np.arange(prod(shape)).reshape(shape).diagonal(offset, dim1, dim2).flatten()
+    places = _diagonal_places(shape, offset, dim1, dim2)
     flat = ints([-1])
-    written = op.ScatterElements(op.Reshape(self, flat), ints(places.tolist()), op.Reshape(src, flat), axis=0)
+    written = op.ScatterElements(op.Reshape(self, flat), ints(places.flatten().tolist()), op.Reshape(src, flat), axis=0)
     return op.Reshape(written, ints(shape))
+
+
+def _diagonal_places(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> np.ndarray:
+    """Of each element of a diagonal its number in the tensor as if it were flat."""
+    return np.arange(prod(shape)).reshape(shape).diagonal(offset, dim1, dim2).copy()
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
@@ -200,6 +215,8 @@ INDEXING: dict[Any, Any] = {
     aten.index_reduce.default: index_reduce,
     aten.put.default: put,
     aten.masked_scatter.default: masked_scatter,
+    aten.diagonal.default: diagonal,
+    aten.diagonal_copy.default: diagonal,
     aten.diagonal_scatter.default: diagonal_scatter,
 }
 """Translations for torch.onnx.export of any model."""
