@@ -49,6 +49,11 @@ def test_a_diagonal_beside_infinity() -> None:
     agree(each(reads), (x,), (beside,), (beside * torch.nan,))
 
 
+def test_an_index_of_32_bits() -> None:
+    index = torch.tensor([[2, -1]], dtype=torch.int32)
+    agree(lambda x, index: x[index] + x[:, index[0]].sum(), (ROWS, index), (-ROWS, index - 1))
+
+
 def test_what_a_mask_chooses_gets_values_in_their_order() -> None:
     def model(x: Tensor, values: Tensor) -> Tensor:
         return x.masked_scatter(x > 0, values) + x.masked_scatter(x[:, :1] < 0, values)

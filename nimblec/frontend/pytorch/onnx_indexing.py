@@ -1,6 +1,7 @@
 """Reads of a part of a tensor, and writes to one.
 
-A diagonal torch.onnx reads as a sum of products with zeros, which are no numbers beside infinity.
+A diagonal torch.onnx reads as a sum of products with zeros, which are no numbers beside infinity, and an index of int32
+as ONNX Runtime takes none.
 
 Writes of a few rows become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor before and
 after where the rows are not of its first dimension: two copies of a whole cache. Here every dimension up to theirs is
@@ -35,6 +36,11 @@ _NEUTRAL: dict[str, Callable[[np.dtype[Any]], Any]] = {
 """Of each reduction, the number of a dtype that changes no result."""
 
 
+def index(self: Any, indices: Sequence[Any]) -> Any:
+    """aten.index.Tensor."""
+    return core.aten_index(self, [*map(_in_64_bits, indices)])
+
+
 def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
     """aten.index_put: a choice between two tensors where a mask says which values one value replaces."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -50,7 +56,7 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
 
 
 def _in_64_bits(index: Any) -> Any:
-    """An index as ScatterND takes it."""
+    """An index as GatherND and ScatterND take it."""
     if index is None or index.dtype != onnx_ir.DataType.INT32:
         return index
     wide: Any = op.Cast(index, to=onnx_ir.DataType.INT64)
@@ -207,6 +213,8 @@ def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | N
 
 
 INDEXING: dict[Any, Any] = {
+    aten.index.Tensor: index,
+    aten._unsafe_index.Tensor: index,
     aten.index_put.default: index_put,
     aten._unsafe_index_put.default: index_put,
     aten.scatter_reduce.two: scatter_reduce,
