@@ -109,3 +109,8 @@ def test_writes_under_a_mask() -> None:
 
 def test_writes_at_narrow_indices() -> None:
     agree(_written(lambda x: x.__setitem__(torch.tensor([0], dtype=torch.int32), 9)), (X,))
+
+
+def test_an_axis_of_another_size_than_one_is_not_squeezed() -> None:
+    squeezed = [lambda x: x.squeeze(0), lambda x: x.squeeze(1), lambda x: x.squeeze(-1), lambda x: x.sum().squeeze(0)]
+    agree(each(squeezed), (torch.randn(3, 1, 4),))

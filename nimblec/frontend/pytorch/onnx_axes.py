@@ -1,7 +1,7 @@
 """Operators along axes that torch.onnx exports into what a plan cannot hold, or not at all.
 
 A stable sort it does not know, though ONNX's is one, nor medians, running extremes and products, places among sorted
-values, or distances of all pairs. Tensors that are stacked become a sequence.
+values, or distances of all pairs. Tensors that are stacked become a sequence, and it squeezes axes of any size.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,6 +44,12 @@ def extreme_along(plain: Callable[..., Any], self: Any, dim: int, keepdim: bool 
     numbers.shape, numbers.dtype = self.shape, _INT32
     value, place = plain(numbers, dim, keepdim)
     return op.Cast(value, to=_BOOL), place
+
+
+def squeeze(self: Any, dim: int) -> Any:
+    """aten.squeeze.dim: an axis of another size than one stays."""
+    is_one = len(self.shape) and self.shape[dim] == 1
+    return op.Squeeze(self, ints([dim])) if is_one else op.Identity(self)
 
 
 def stable_sort(self: Any, dim: int = -1, descending: bool = False, **_stable: Any) -> Any:
@@ -185,6 +191,7 @@ ALONG_AXES: dict[Any, Any] = {
     aten.amin.default: partial(extreme, core.aten_amin),
     aten.max.dim: partial(extreme_along, core.aten_max_dim),
     aten.min.dim: partial(extreme_along, core.aten_min_dim),
+    aten.squeeze.dim: squeeze,
     aten.sort.stable: stable_sort,
     aten.kthvalue.default: kth_value,
     aten.median.default: median,
