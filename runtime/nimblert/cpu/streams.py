@@ -1,8 +1,8 @@
 """The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
 
 A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
-relies on two statements both being executed: a wait can be repeated, and a signal sent twice. And the caller
-never sleeps for long: a signal that comes just before a thread sleeps on a lock does not wake it.
+relies on two statements both being executed: a wait can be repeated, and a signal sent twice. And the caller never
+sleeps for long: a signal that comes just before a thread sleeps on a lock does not wake it.
 """
 
 import threading
