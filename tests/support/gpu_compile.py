@@ -14,6 +14,9 @@ from concurrency import compilations
 
 from nimblert.plan import Plan
 
+_WAIT_S = 1200
+"""How long a test may wait for the compilations of its file and then run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
@@ -69,6 +72,13 @@ def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
 
     options = Options(target="cuda", streams=streams, level=level)
     return compile_model(model, options=options, output=output, observer=lambda _stage, _seconds: None).plan
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests wait for plans, and a compilation takes minutes where many share the processors."""
+    for item in items:
+        if "gpu_compiler" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_WAIT_S))
 
 
 @pytest.fixture(scope="session")
