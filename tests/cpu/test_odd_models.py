@@ -8,9 +8,11 @@ import pytest
 from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 
+import nimblec
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx import model_file
 from nimblec.options import InputSpec
+from nimblert import executable
 from nimblert.errors import DeviceMismatchError
 from nimblert.rules import verify
 
@@ -233,6 +235,13 @@ def test_scans_in_branches_are_along_first_axes(path: Path, axis: int) -> None:
     else:
         with pytest.raises(UnsupportedModelError, match="Scan: is in the body of a loop or branch"):
             plan_file(path)
+
+
+def test_operands_left_out_by_name_at_the_end_are_dropped_for_the_reference_too(path: Path) -> None:
+    """ONNX Runtime's DFT reads an axis named ""."""
+    write_model(path, [node("DFT", ["x", "", ""], ["y"])], [floats("x", 1, 4, 1)], [floats("y", 1, 4, 2)], opset=20)
+    with executable.load(nimblec.compile(path, target="cpu", plan_cache=None)) as model:
+        assert model.run({"x": np.ones((1, 4, 1), np.float32)})["y"][0, 0].tolist() == [4, 0]
 
 
 def test_values_of_a_size_that_only_a_run_shows_may_be_bfloat16(path: Path) -> None:

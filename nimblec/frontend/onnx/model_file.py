@@ -17,7 +17,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoPr
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx.external_data import check_external_data, read_external_data
 from nimblec.frontend.onnx.functions import check_functions
-from nimblec.frontend.onnx.model_nodes import node_name, nodes, plain_domain, subgraphs
+from nimblec.frontend.onnx.model_nodes import drop_omitted_tails, node_name, nodes, plain_domain, subgraphs
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -103,6 +103,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     _check_sizes(model, path)
     check_functions(model)
     check_external_data(model, path)
+    drop_omitted_tails(model)
     if external_data:
         read_external_data(model, path.parent)
     return model

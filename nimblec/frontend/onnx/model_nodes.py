@@ -69,6 +69,18 @@ def shorten_domains(model: ModelProto) -> None:
             node.domain = plain_domain(node.domain)
 
 
+def drop_omitted_tails(model: ModelProto) -> None:
+    """Drop empty names at the end of a node's inputs and outputs: some kernels take them for given, and read them.
+
+    A loop keeps the empty name of its condition, which counts as an input.
+    """
+    for graph in (model.graph, *model.functions):
+        for node in nodes(graph):
+            for names in (node.input, node.output):
+                while names and not names[-1] and not subgraphs(node):
+                    names.pop()
+
+
 def plain_domain(name: str) -> str:
     """A domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name
