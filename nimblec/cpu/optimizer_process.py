@@ -1,7 +1,8 @@
 """Run ONNX Runtime's optimiser, in this process or, run as a script, for the one that started it.
 
 The script takes requests from standard input, each a line of JSON and then the bytes of the model, and answers each
-with a line of JSON. It imports nothing of nimblec, so that it starts in a tenth of a second.
+with a line of JSON. It imports nothing of nimblec, so that it starts in a tenth of a second, until it is asked to
+observe the shapes of a model, whose large constants follow the model.
 """
 
 import json
@@ -60,12 +61,24 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         model = sys.stdin.buffer.read(request["nbytes"])
-        answer = {}
+        answer: dict[str, object] = {}
         try:
-            save_optimized(model, request)
+            if "observe" in request:
+                answer = {"shapes": _observed(model, **request["observe"])}
+            else:
+                save_optimized(model, request)
         except (RefusedError, MemoryError) as exc:
             answer = {type(exc).__name__: str(exc)}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _observed(model: bytes, constants: Mapping[str, object], **request: object) -> object:
+    observation = import_module("nimblec.cpu.observation")
+    arrays = observation.read_arrays(sys.stdin.buffer, constants)
+    try:
+        return observation.observe_shapes(model, arrays, **request)
+    except observation.RefusedError as exc:  # that of nimblec.cpu.optimizer_process, where this is __main__
+        raise RefusedError(str(exc)) from exc
 
 
 if __name__ == "__main__":

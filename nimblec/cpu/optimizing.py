@@ -1,15 +1,20 @@
-"""Run ONNX Runtime's optimiser in a process of its own, since some models end the process that it runs in."""
+"""Run ONNX Runtime's optimiser, and models that are not checked yet, in a process of its own.
+
+Some models end the process that they run in.
+"""
 
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Self
+from typing import Any, Self
 
-from nimblec.cpu import optimizer_process
+import numpy as np
+
+from nimblec.cpu import observation, optimizer_process
 from nimblec.cpu.optimizer_process import RefusedError
 from nimblec.errors import CompileError
 from nimblec.processes import environment
@@ -25,6 +30,19 @@ def save_optimized(model: bytes, **request: str) -> None:
         optimizer_process.save_optimized(model, request)
     else:
         process.save_optimized(model, request)
+
+
+def observe_shapes(
+    model: bytes, constants: Mapping[str, np.ndarray], inputs: observation.Described, names: Sequence[str]
+) -> list[list[list[int]]]:
+    """As `observation.observe_shapes`, in the same process as `save_optimized`.
+
+    Raises CompileError if that process ends.
+    """
+    process = _current.get()
+    if process is None:
+        return observation.observe_shapes(model, constants, inputs, names)
+    return process.observe_shapes(model, constants, inputs, names)
 
 
 @contextmanager
@@ -55,32 +73,52 @@ class _Process:
         self._process.kill()
         self._process.communicate()
 
-    def save_optimized(self, model: bytes, request: dict[str, str]) -> None:
+    def save_optimized(self, model: bytes, request: Mapping[str, str]) -> None:
+        self._ask({"nbytes": len(model), **request}, [model])
+
+    def observe_shapes(
+        self, model: bytes, constants: Mapping[str, np.ndarray], inputs: observation.Described, names: Sequence[str]
+    ) -> list[list[list[int]]]:
+        asked = {
+            "constants": {name: (array.dtype.name, array.shape) for name, array in constants.items()},
+            "inputs": inputs,
+            "names": names,
+        }
+        data = [array.reshape(-1).view(np.uint8).data for array in constants.values()]
+        answer = self._ask({"nbytes": len(model), "observe": asked}, [model, *data])
+        shapes: list[list[list[int]]] = answer["shapes"]
+        return shapes
+
+    def _ask(self, request: Mapping[str, object], data: Iterable[bytes | memoryview]) -> dict[str, Any]:
+        """The answer to a request and the data after it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            for part in (json.dumps({"nbytes": len(model), **request}).encode(), b"\n", model):
+            for part in (json.dumps(request).encode(), b"\n", *data):
                 self._process.stdin.write(part)
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            line = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = b""
-        if not answer:
+            line = b""
+        if not line:
             raise _ended(self._process.wait())
-        for name, words in json.loads(answer).items():
-            raise {error.__name__: error for error in (RefusedError, MemoryError)}[name](words)
+        answer: dict[str, Any] = json.loads(line)
+        for error in (RefusedError, MemoryError):
+            if error.__name__ in answer:
+                raise error(answer[error.__name__])
+        return answer
 
 
 def _ended(status: int) -> CompileError:
     if status == -signal.SIGKILL:
         return CompileError(
-            "ONNX Runtime's optimiser was killed (SIGKILL), most often for lack of memory: free some, or compile on "
-            "a larger machine"
+            "ONNX Runtime was killed (SIGKILL), most often for lack of memory: free some, or compile on a larger "
+            "machine"
         )
     how = f"crashed on this model ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
     return CompileError(
-        f"ONNX Runtime's optimiser {how}: if an input chooses a branch, make it a constant by --constant; else "
-        "simplify the model, or install another version of onnxruntime"
+        f"ONNX Runtime {how}: if an input chooses a branch, make it a constant by --constant; else simplify the model, "
+        "or install another version of onnxruntime"
     )
 
 

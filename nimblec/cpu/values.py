@@ -15,10 +15,11 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.optimizer_process import RefusedError
+from nimblec.cpu.optimizing import observe_shapes
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes
 from nimblec.frontend.onnx.model_file import ModelTensor
-from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cpu.onnx_session import (
     NO_PACKED_COPIES,
     initializer_folder,
@@ -50,7 +51,8 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
     if not makers:
         return types
     arrays = _large_constants(optimized)  # lives as long as the session, which does not copy them
-    session = _open(_with_all_outputs(model, makers), arrays)
+    exposed = _with_all_outputs(model, makers).SerializeToString()
+    session = _open(exposed, arrays)
     found = {value.name: value for value in session.get_outputs()}
     dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
     shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
@@ -62,7 +64,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
         if _is_sized_by_value(makers[name], opset, shapes, makers):
             raise _sized_by_value(makers[name], name)
     if unknown:
-        shapes |= _observe(session, inputs, unknown, makers)
+        shapes |= _observe(exposed, arrays, inputs, unknown, makers)
     types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
     _check_sizes(types)
     return types
@@ -82,14 +84,14 @@ def _check_sizes(types: Mapping[str, TensorType]) -> None:
             )
 
 
-def _open(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> Any:
+def _open(model: bytes, arrays: Mapping[str, np.ndarray]) -> Any:
     """A session of a model, with the data of its large constants."""
     data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
     options = session_options()
     options.add_session_config_entry(*NO_PACKED_COPIES)
     with initializer_folder() as folder:
         try:
-            return open_session(model.SerializeToString(), data, folder, options)
+            return open_session(model, data, folder, options)
         except runtime_errors() as exc:
             raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
 
@@ -184,26 +186,26 @@ def _static(tensor: ModelTensor) -> tuple[int, ...]:
 
 
 def _observe(
-    session: Any, inputs: Sequence[ModelTensor], names: Sequence[str], makers: dict[str, NodeProto]
+    model: bytes,
+    arrays: Mapping[str, np.ndarray],
+    inputs: Sequence[ModelTensor],
+    names: Sequence[str],
+    makers: Mapping[str, NodeProto],
 ) -> dict[str, tuple[int, ...]]:
     """Shapes that two runs on different inputs agree on."""
-    seen: list[list[tuple[int, ...]]] = []
-    for seed in range(2):
-        drawn = _draw(inputs, seed)
-        given = {name: ort_value(array, array.dtype.name) for name, array in drawn.items()}
-        try:
-            results = session.run_with_ort_values(list(names), given)  # numpy gets no bfloat16
-        except runtime_errors() as exc:
-            node = makers[names[0]]
-            raise UnsupportedModelError(
-                f"node {model_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
-                f"before a run, and a run on random inputs failed: {exc}"
-            ) from exc
-        seen.append([tuple(result.shape()) for result in results])
+    described = {tensor.name: (tensor.dtype, _static(tensor)) for tensor in inputs}
+    try:
+        seen = observe_shapes(model, arrays, described, names)
+    except RefusedError as exc:
+        node = makers[names[0]]
+        raise UnsupportedModelError(
+            f"node {model_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
+            f"before a run, and a run on random inputs failed: {exc}"
+        ) from exc
     for name, first, second in zip(names, *seen, strict=True):
         if first != second:
             raise _sized_by_value(makers[name], name)
-    return dict(zip(names, seen[0], strict=True))
+    return {name: tuple(shape) for name, shape in zip(names, seen[0], strict=True)}
 
 
 def _sized_by_value(node: NodeProto, value: str) -> UnsupportedModelError:
@@ -211,15 +213,3 @@ def _sized_by_value(node: NodeProto, value: str) -> UnsupportedModelError:
         f"node {model_nodes.node_name(node)!r} ({node.op_type}): the size of output {value!r} depends on values, and a "
         f"plan's sizes are fixed; cut the model before it"
     )
-
-
-def _draw(inputs: Sequence[ModelTensor], seed: int) -> dict[str, np.ndarray]:
-    """Inputs to observe with: normal floats, integers that are all 0 in one run and 1 in the other."""
-    random = np.random.default_rng(seed)
-    drawn = {}
-    for tensor in inputs:
-        dtype = numpy_dtype(tensor.dtype)
-        shape = _static(tensor)
-        values = np.full(shape, seed) if dtype.kind in "biu" else random.standard_normal(shape)
-        drawn[tensor.name] = np.asarray(values).astype(dtype)
-    return drawn
