@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from cpu_plans import floats, plan_file, write_model
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 import nimblert
 from fuzz import wrapped
@@ -38,14 +38,15 @@ node = helper.make_node
 RNG = np.random.default_rng(0)
 
 
-def of(*inputs: np.ndarray, call: NodeProto, outputs: Sequence[tuple[str, tuple[int, ...]]], kind: str) -> Plan:
+def of(
+    *inputs: np.ndarray, call: NodeProto, outputs: Sequence[tuple[str, tuple[int, ...]]], kind: str, opset: int = 18
+) -> Plan:
     """A plan of one node whose inputs, in order, are weights of it, bound as ``kind`` says; its outputs in order."""
     arrays = dict(zip(dict.fromkeys(filter(None, call.input)), inputs, strict=True))
     made = [wrapped.output(i, call.output[i], dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
     call.overload = ""
     call.domain = call.domain or ""
-    opset = 1 if call.domain else 18
-    return wrapped.plan_of(call, opset, arrays, dict.fromkeys(arrays, kind), made)
+    return wrapped.plan_of(call, 1 if call.domain else opset, arrays, dict.fromkeys(arrays, kind), made)
 
 
 def gather(kind: str = "external") -> Plan:
@@ -208,6 +209,28 @@ def test_calls_that_crash_onnx_runtime_or_draw_random_numbers_are_refused(
     arrays = [np.ones((1, 5), np.float32) for _ in dict.fromkeys(filter(None, call[1:]))]
     sentence = refusal(of(*arrays, call=made, outputs=[("float32", (1, 5))], kind="input"))
     assert "no operator that a plan may call" in sentence or "is left out, and must be there" in sentence
+
+
+def body(returned: Sequence[str], inputs: Sequence[str] = ()) -> GraphProto:
+    """A body that makes a value "made" of x, or of its first input."""
+    given = [floats_info(name) for name in inputs]
+    return helper.make_graph([node("Neg", [*inputs, "x"][:1], ["made"])], "b", given, [*map(floats_info, returned)])
+
+
+UNWRITTEN: dict[str, tuple[dict[str, object], str]] = {
+    "Cast": ({"to": 1, "saturate": 2}, "saturate: 2, expected 0 or 1"),
+    "If": ({"then_branch": body(["made", "made"]), "else_branch": body(["made", "made"])}, "one value twice"),
+    "Scan": ({"body": body(["made", "step"], ["step"]), "num_scan_inputs": 1}, "an input of its own"),
+}
+
+
+@pytest.mark.parametrize("operator", UNWRITTEN)
+def test_calls_that_leave_an_output_as_its_memory_was_are_refused(operator: str) -> None:
+    attributes, sentence = UNWRITTEN[operator]
+    call = node(operator, ["x"], ["y"] if operator == "Cast" else ["y", "z"], **attributes)
+    x = np.ones((1, 1), bool if operator == "If" else np.float32)
+    outputs = [("float32", (1, 1))] * len(call.output)
+    assert sentence in refusal(of(x, call=call, outputs=outputs, kind="input", opset=19))
 
 
 def test_inputs_left_out_by_name_at_the_end_are_refused_and_the_compiler_drops_them(tmp_path: Path) -> None:

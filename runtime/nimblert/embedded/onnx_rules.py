@@ -206,9 +206,23 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str],
         expected, _ = operator.attributes.get(attribute.name or "", (0, False))
         if attribute.type != expected:
             yield f"{node.op_type}.{attribute.name}: attribute type {attribute.type}, expected {expected or 'none'}"
-        if attribute.name == "num_outputs" and attribute.i != len(node.output):  # of Split, which believes it
-            yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"
         yield from _attribute_problems(attribute, opsets, known)
+        yield from _unwritten_problems(node, attribute)
+
+
+def _unwritten_problems(node: Node, attribute: Attribute) -> Iterator[str]:
+    """Attributes by which a kernel writes more outputs than there are, or leaves one as its memory was before."""
+    if attribute.name == "num_outputs" and attribute.i != len(node.output):  # of Split
+        yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"
+    if attribute.name == "saturate" and attribute.i not in (0, 1):  # of Cast
+        yield f"{node.op_type}.saturate: {attribute.i}, expected 0 or 1"
+    if attribute.g is None or node.op_type == "Loop":  # which copies what its body returns
+        return
+    returned = [value.name for value in attribute.g.output]
+    if len(set(returned)) < len(returned):
+        yield f"{node.op_type}: its body returns one value twice: return an Identity of it"
+    if not {value.name for value in attribute.g.input}.isdisjoint(returned):
+        yield f"{node.op_type}: its body returns an input of its own: return an Identity of it"
 
 
 def _arity_problems(
