@@ -217,6 +217,21 @@ def body(returned: Sequence[str], inputs: Sequence[str] = ()) -> GraphProto:
     return helper.make_graph([node("Neg", [*inputs, "x"][:1], ["made"])], "b", given, [*map(floats_info, returned)])
 
 
+def test_bodies_of_many_nodes_and_many_bodies_are_judged_in_time() -> None:
+    """In time that grows with their number: squared, these would take a minute and more."""
+    small = helper.make_graph([node("Neg", ["x"], ["b"])], "b", [], [floats_info("b")])
+    branches = {"then_branch": small, "else_branch": small}
+    nodes = [node("Neg", ["x"], [f"n{i}"]) for i in range(20_000)]
+    nodes += [node("If", ["c"], [f"m{i}"], **branches) for i in range(5_000)]
+    whole = helper.make_graph(nodes, "whole", [], [floats_info("n0")])
+    call = node("If", ["c"], ["y"], then_branch=whole, else_branch=small)
+    given = {"c": np.array(True), "x": np.ones((4, 8), np.float32)}
+    plan = wrapped.plan_of(call, 18, given, dict.fromkeys(given, "input"), [wrapped.output(0, "y", "float32", (4, 8))])
+    begin = time.process_time()
+    assert list(verify.problems(plan)) == []
+    assert time.process_time() - begin < 10
+
+
 UNWRITTEN: dict[str, tuple[dict[str, object], str]] = {
     "Cast": ({"to": 1, "saturate": 2}, "saturate: 2, expected 0 or 1"),
     "If": ({"then_branch": body(["made", "made"]), "else_branch": body(["made", "made"])}, "one value twice"),

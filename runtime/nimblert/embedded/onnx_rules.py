@@ -73,7 +73,7 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
     yield from _opset_problems(model.opset_import, node)
     yield from _signature_problems(model.graph, kernel.parameters)
     opsets = {opset.domain or "": opset.version or 0 for opset in model.opset_import}
-    yield from _graph_problems(model.graph, opsets, frozenset())
+    yield from _graph_problems(model.graph, opsets, set(), inner=False)
     yield from _type_problems(node, _types(model.graph, kernel.parameters), opsets)
     yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
 
@@ -160,21 +160,23 @@ def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, in
                 yield f"{node.op_type}: {name!r} has element type {types.get(name, 0)}, which it does not take there"
 
 
-def _graph_problems(graph: Graph, opsets: Mapping[str, int], outer: frozenset[str]) -> Iterator[str]:
-    """The rules of a graph whose nodes may also read ``outer``, the values of the graphs around it."""
-    known = set(outer)
-    for name in (*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)):
+def _graph_problems(graph: Graph, opsets: Mapping[str, int], known: set[str], *, inner: bool) -> Iterator[str]:
+    """The rules of a graph whose nodes may also read ``known``, the values of the graphs around it."""
+    own = [*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)]
+    for name in own:
         yield from _definition_problems(name, known)
     for tensor in graph.initializer:
-        if tensor.data_location != _EXTERNAL or outer:
+        if tensor.data_location != _EXTERNAL or inner:
             yield from _constant_problems(tensor)
     for node in graph.node:
-        yield from _node_problems(node, opsets, frozenset(known), inner=bool(outer))
+        yield from _node_problems(node, opsets, known, inner=inner)
         for name in filter(None, node.output):
             yield from _definition_problems(name, known)
+            own.append(name)
     for value in graph.output:
         if value.name not in known:
             yield f"model: nothing gives its output {value.name!r}"
+    known.difference_update(own)  # not a copy for each body, of which there may be many
 
 
 def _definition_problems(name: str | None, known: set[str]) -> Iterator[str]:
@@ -183,7 +185,7 @@ def _definition_problems(name: str | None, known: set[str]) -> Iterator[str]:
     known.add(name or "")
 
 
-def _node_problems(node: Node, opsets: Mapping[str, int], known: frozenset[str], *, inner: bool) -> Iterator[str]:
+def _node_problems(node: Node, opsets: Mapping[str, int], known: set[str], *, inner: bool) -> Iterator[str]:
     domain, opset = node.domain or "", opsets.get(node.domain or "", 0)
     operator = onnx_operators.find(domain, node.op_type or "", opset)
     if operator is None or node.overload:
@@ -237,7 +239,7 @@ def _arity_problems(
             yield f"{operator}: {what[:-1]} {i} is left out, and must be there"
 
 
-def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: frozenset[str]) -> Iterator[str]:
+def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: set[str]) -> Iterator[str]:
     """An attribute has a value of its type, and no other."""
     held = _ATTRIBUTE_FIELDS.get(attribute.type or 0, "")
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
@@ -249,7 +251,7 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
     if attribute.t is not None:
         yield from _constant_problems(attribute.t)
     if attribute.g is not None:
-        yield from _graph_problems(attribute.g, opsets, known | {""})
+        yield from _graph_problems(attribute.g, opsets, known, inner=True)
 
 
 def _constant_problems(tensor: TensorValue) -> Iterator[str]:
