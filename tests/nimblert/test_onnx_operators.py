@@ -63,6 +63,8 @@ def test_the_version_that_an_opset_has_is_found() -> None:
     assert onnx_operators.find("", "Split", 10**6) is None
     assert onnx_operators.find("", "Mish", 18) is None
     assert onnx_operators.find("", "Gelu", 19) is None
+    assert onnx_operators.find("", "Scan", 8) is None  # leaves outputs of an empty batch unwritten
+    assert onnx_operators.find("", "Scan", 9) is not None
 
 
 def test_rules_are_about_operators_that_there_are() -> None:
@@ -95,6 +97,36 @@ def test_rules_are_about_whatever_a_file_says(operator: str, **parts: Any) -> No
     """Too few inputs, too, which is another rule's to tell."""
     for sentence in onnx_trust.problems(operator, onnx_trust.Call(**parts)):
         assert sentence.startswith(operator)
+
+
+def chain(operator: str, height: int, end: int | None = None) -> list[str]:
+    """What the rules say of a tree of which each node has a leaf and the next node.
+
+    ``end`` is the node that the last of them leads to instead of a second leaf.
+    """
+    nodes = [*range(height if operator == "TreeEnsemble" else height - 1)]
+    leaf, last = (0, 0 if end is None else end) if operator == "TreeEnsemble" else (height - 1, end or height - 1)
+    lists = {"nodes_truenodeids": [*nodes[1:], last], "nodes_falsenodeids": [leaf] * len(nodes)}
+    if operator == "TreeEnsemble":
+        lists |= {"nodes_trueleafs": [0] * (height - 1) + [end is None], "nodes_falseleafs": [1] * height}
+        lists["tree_roots"] = [0]
+    else:
+        lists = {name: [*ids, 0] for name, ids in lists.items()}
+        lists |= {"nodes_treeids": [7] * height, "nodes_nodeids": [*nodes, leaf]}
+    attributes = {name: onnx_model.Attribute(ints=tuple(ints)) for name, ints in lists.items()}
+    attributes["nodes_modes"] = onnx_model.Attribute(strings=(*[b"BRANCH_LEQ"] * len(nodes), b"LEAF"))
+    call = onnx_trust.Call(attributes=attributes, inputs=((1, 1),), outputs=((1, 1),), constant={})
+    return list(onnx_trust.problems(f"ai.onnx.ml.{operator}", call))
+
+
+@pytest.mark.parametrize("operator", ["TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"])
+def test_trees_that_would_exhaust_the_stack_are_refused(operator: str) -> None:
+    """ONNX Runtime reads them by recursion: 60,000 nodes, each below the one before, ended the process."""
+    most = onnx_trust._HIGHEST_TREE
+    assert chain(operator, most) == []
+    for tree in ((most + 1, None), (60_000, None), (5, 1), (5, -1), (5, 5)):
+        (said,) = chain(operator, *tree)
+        assert said.endswith("trees with a cycle, or higher than 1024 nodes")
 
 
 def test_grams_of_which_none_is_whole_are_refused() -> None:

@@ -600,7 +600,6 @@ OPERATORS = {
     ":ScaledTanh": """\
 1/1/1c02/1/1c02/alpha=1 beta=1""",
     ":Scan": """\
-8/2/?80 *fffe/1/*fffe/body=5! directions=7 num_scan_inputs=2!
 9/1/*fffe/1/*fffe/body=5! num_scan_inputs=2! scan_input_axes=7 scan_input_directions=7 scan_output_axes=7 scan_output_directions=7
 11/1/*fffe/1/*fffe/body=5! num_scan_inputs=2! scan_input_axes=7 scan_input_directions=7 scan_output_axes=7 scan_output_directions=7
 16/1/*1fffe/1/*1fffe/body=5! num_scan_inputs=2! scan_input_axes=7 scan_input_directions=7 scan_output_axes=7 scan_output_directions=7

@@ -265,6 +265,45 @@ def _grams(call: Call) -> Iterator[str]:
         yield f"n-grams of {shortest} to {longest} with up to {skips} skipped"
 
 
+_HIGHEST_TREE = 1024
+"""The most nodes on a way from the root to a leaf: kernels read trees by recursion, at load."""
+
+
+def _trees(call: Call) -> Iterator[str]:
+    """Trees of decisions, without cycles, whose kernels do not exhaust the stack."""
+    readers: dict[object, list[int]] = {}
+    waiting = []
+    for node, branches in enumerate(_branches(call)):
+        waiting.append(len(branches))
+        for branch in branches:
+            readers.setdefault(branch, []).append(node)
+    level = [node for node, count in enumerate(waiting) if not count]
+    height, done = 0, 0
+    while level:
+        height, done, below, level = height + 1, done + len(level), level, []
+        for node in (reader for branch in below for reader in readers.get(branch, ())):
+            waiting[node] -= 1
+            if not waiting[node]:
+                level.append(node)
+    if done < len(waiting) or height > _HIGHEST_TREE:
+        yield f"trees with a cycle, or higher than {_HIGHEST_TREE} nodes"
+
+
+def _branches(call: Call) -> Iterator[tuple[object, ...]]:
+    """For each node the nodes that it leads to, by their place."""
+    sides = [call.integers(f"nodes_{side}nodeids") for side in ("true", "false")]
+    if "tree_roots" in call.attributes:  # since version 5, where leaves are a list of their own
+        leaves = [call.integers(f"nodes_{side}leafs") for side in ("true", "false")]
+        for *ids, first, second in zip(*sides, *leaves, strict=False):
+            yield tuple(i for i, is_leaf in zip(ids, (first, second), strict=True) if not is_leaf)
+        return
+    trees = call.integers("nodes_treeids")
+    modes = call.attributes["nodes_modes"].strings if "nodes_modes" in call.attributes else ()
+    places = {key: place for place, key in enumerate(zip(trees, call.integers("nodes_nodeids"), strict=False))}
+    for tree, mode, *ids in zip(trees, modes, *sides, strict=False):
+        yield () if mode == b"LEAF" else tuple(places.get((tree, i)) for i in ids)
+
+
 _SCAN_AXES = ("scan_input_axes", "scan_output_axes")
 
 
@@ -289,6 +328,9 @@ _RULES: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
         "STFT": (_spectra,),
         "Scan": (_scan,),
         "TfIdfVectorizer": (_grams,),
+        "ai.onnx.ml.TreeEnsemble": (_trees,),
+        "ai.onnx.ml.TreeEnsembleClassifier": (_trees,),
+        "ai.onnx.ml.TreeEnsembleRegressor": (_trees,),
         "com.microsoft.Attention": (_ranks("3", "2", "1", "1234", "5", "4", "01"),),
         "com.microsoft.DynamicQuantizeMatMul": (_columns(2, 3, 4), _bias_of_columns(4)),
         "com.microsoft.DynamicQuantizeLSTM": (_ranks("3", "3", "3", "2", "1", "3", "3", "2", "12", "12", "12", "12"),),
