@@ -266,6 +266,13 @@ def test_a_bias_that_is_too_short_is_refused_though_the_parameters_agree() -> No
     assert refusal(plan) == "kernels[0].Conv: bias of shape (1,), expected (4096,)"
 
 
+def test_a_workspace_of_many_times_the_tensors_is_refused() -> None:
+    """LRN pads the channels by its size: 16 million of them make 4 GB of 64 numbers."""
+    call = node("LRN", ["x"], ["y"], size=(1 << 24) + 1)
+    plan = of(np.ones((1, 1, 8, 8), np.float32), call=call, outputs=[("float32", (1, 1, 8, 8))], kind="input")
+    assert refusal(plan) == "kernels[0].LRN: size is (16777217,), expected each from 1 to 4096"
+
+
 def test_an_output_over_the_inputs_of_its_launch_is_refused() -> None:
     plan = gather("input")
     (launch,) = plan.programs[0].commands
