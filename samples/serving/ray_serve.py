@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import oip
 import ray
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from ray import serve
 from ray.serve import metrics
 from ray.serve.config import HTTPOptions
 from rows import Probe, Rows, joined, split
+from starlette.exceptions import HTTPException
 
 import nimblert
 from nimblert.files import container
@@ -34,6 +36,12 @@ MOST_ONGOING = 256
 api = FastAPI()
 
 Arrays = dict[str, np.ndarray]
+
+
+@api.exception_handler(HTTPException)
+def refused(_request: Request, error: HTTPException) -> JSONResponse:
+    """The protocol's answer to a request that is refused, which its clients show."""
+    return JSONResponse({"error": error.detail}, error.status_code)
 
 
 def _rows(items: Sequence[Arrays]) -> int:

@@ -51,7 +51,8 @@ def test_it_speaks_the_protocol() -> None:
         assert answered(f"http://127.0.0.1:8000{path}")[0] == 200
     assert json.loads(answered("http://127.0.0.1:8000/v2")[1])["extensions"] == ["binary_tensor_data"]
     assert json.loads(answered(URL)[1])["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
-    assert answered("http://127.0.0.1:8000/v2/models/letters")[0] == 404
+    status, body = answered("http://127.0.0.1:8000/v2/models/letters")
+    assert (status, json.loads(body)) == (404, {"error": "model 'letters': not found, this is 'digits'"})
 
 
 @pytest.mark.usefixtures("server")
@@ -78,7 +79,7 @@ def test_any_number_of_rows_is_answered(rows: int) -> None:
 )
 def test_a_wrong_request_is_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
     status, body = infer(URL, 1, **changes)
-    assert (status, json.loads(body)["detail"]) == (400, sentence)
+    assert (status, json.loads(body)) == (400, {"error": sentence})
 
 
 @pytest.mark.usefixtures("server")
