@@ -44,14 +44,10 @@ def read_request(body: bytes, header_length: str | None) -> Request:
     try:
         split = _header_length(body, header_length)
         content = json.loads(body[:split])
-        binary = memoryview(body)[split:]
-        arrays = {}
-        for tensor in content["inputs"]:
-            arrays[tensor["name"]], binary = _array(tensor, binary)
-        outputs = content.get("outputs", ())
+        outputs = content.get("outputs") or ()
         return Request(
-            id=str(content.get("id", "")),
-            arrays=arrays,
+            id=str(content.get("id") or ""),
+            arrays=_arrays(content["inputs"], memoryview(body)[split:]),
             binary={output["name"]: bool(_parameters(output).get("binary_data", False)) for output in outputs},
             binary_else=bool(_parameters(content).get("binary_data_output", False)),
         )
@@ -72,18 +68,30 @@ def _header_length(body: bytes, given: str | None) -> int:
 
 
 def _parameters(tensor: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = tensor.get("parameters", {})
+    found: Mapping[str, Any] = tensor.get("parameters") or {}  # some clients send null for what they leave out
     return found
+
+
+def _arrays(tensors: Iterable[Mapping[str, Any]], binary: memoryview) -> dict[str, np.ndarray]:
+    """The arrays of the inputs, of which ``binary`` has those that are not in the JSON."""
+    arrays: dict[str, np.ndarray] = {}
+    for tensor in tensors:
+        if tensor["name"] in arrays:
+            raise ProtocolError(f"input {tensor['name']!r} was given twice: give it once")
+        arrays[tensor["name"]], binary = _array(tensor, binary)
+    if binary:
+        raise ProtocolError(f"{len(binary)} bytes follow those of the inputs, expected none")
+    return arrays
 
 
 def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, memoryview]:
     """The array of an input, and the bytes that follow its own."""
-    name, datatype, shape = tensor["name"], tensor["datatype"], tuple(map(int, tensor["shape"]))
+    name, datatype, shape = tensor["name"], tensor["datatype"], tuple(tensor["shape"])
     if datatype not in DTYPES:
         raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
     dtype = np.dtype(DTYPES[datatype])
-    if min(shape, default=0) < 0:
-        raise ProtocolError(f"input {name!r}: shape {shape}, expected no negative size")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ProtocolError(f"input {name!r}: shape {shape}, expected whole numbers from 0")
     count = math.prod(shape)
     nbytes = _parameters(tensor).get("binary_data_size")
     if nbytes is None:

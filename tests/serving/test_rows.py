@@ -204,6 +204,11 @@ def test_tensors_in_the_json(data: list[object]) -> None:
     assert (found.id, found.binary, found.binary_else) == ("a", {}, False)
 
 
+def test_null_is_what_was_left_out() -> None:
+    found = oip.read_request(body({**TENSOR, "parameters": None}, id=None, parameters=None, outputs=None), None)
+    assert (found.id, found.binary, found.binary_else) == ("", {}, False)
+
+
 def test_tensors_behind_the_json() -> None:
     second = {"name": "flags", "shape": [3], "datatype": "BOOL", "parameters": {"binary_data_size": 3}}
     header = body(BINARY, second, parameters={"binary_data_output": True})
@@ -219,7 +224,11 @@ def test_tensors_behind_the_json() -> None:
         (b"{", None, "not one of the Open Inference Protocol"),
         (b"[]", None, "not one of the Open Inference Protocol"),
         (b"{}", None, "the request has no 'inputs'"),
-        (body({**TENSOR, "shape": [-1, 4]}), None, "expected no negative size"),
+        (body({**TENSOR, "shape": [-1, 4]}), None, r"shape \(-1, 4\), expected whole numbers from 0"),
+        (body({**TENSOR, "shape": [2.5, 2]}), None, r"shape \(2\.5, 2\), expected whole numbers from 0"),
+        (body({**TENSOR, "shape": "22"}), None, r"shape \('2', '2'\), expected whole numbers from 0"),
+        (body(TENSOR, TENSOR), None, "input 'image' was given twice: give it once"),
+        (body(TENSOR) + b"abc", str(len(body(TENSOR))), "3 bytes follow those of the inputs, expected none"),
         (body({**TENSOR, "shape": [3, 2]}), None, r"4 values, its shape \(3, 2\) has 6"),
         (body({**TENSOR, "data": [[1], [2, 3]]}), None, "not one of the Open Inference Protocol"),
         (body({**TENSOR, "datatype": "BYTES"}), None, "datatype 'BYTES', expected one of"),
