@@ -38,7 +38,7 @@ class PlanModel(mlserver.MLModel):
         try:
             arrays = {given.name: NumpyCodec.decode_input(given) for given in payload.inputs}
             outputs = await self._batches.run(arrays)
-        except (ValueError, OverflowError) as exc:  # an InputError, or numpy's: values do not fit the shape or dtype
+        except (ValueError, TypeError, OverflowError) as exc:  # an InputError, or numpy's: values that do not fit
             raise InferenceError(str(exc)) from exc
         wanted = [output.name for output in payload.outputs or ()]
         if unknown := [name for name in wanted if name not in outputs]:
