@@ -368,7 +368,8 @@ class Context:
         turn = self._turn
         turn.check_ready()
         if turn.parts > 1:
-            raise InputError(f"the call before was {turn.parts} runs, of which the last alone is left: call again")
+            why = f"the call before was split into {turn.parts} runs, of which only the last could be repeated"
+            raise InputError(f"{why}: call again, or give sizes that one run covers")
         bindings = self._bindings[turn.program.entry]
         bindings.check_in_place()
         bindings.check_program(turn.program)
