@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from ray import serve
 from ray.serve import metrics
 from ray.serve.config import HTTPOptions
-from rows import Probe, Rows, joined, split
+from rows import Probe, Rows, joined, served_programs, split
 from starlette.exceptions import HTTPException
 
 import nimblert
@@ -126,15 +126,12 @@ class PlanServer:
 def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve.Application:
     """Replicas of a plan, each with a GPU of its own, or one CPU for a CPU plan.
 
-    Raises PlanError for a file that is no plan, InputError for several entries without a "main" and for no replicas.
+    Raises PlanError for a file that is no plan, InputError for a plan that cannot be served and for no replicas.
     """
     if replicas < 1:
         raise nimblert.InputError(f"--replicas {replicas}: expected 1 or more")
     read = container.read(plan)
-    if len(read.entries) != 1 and "main" not in read.entries:
-        raise nimblert.InputError(
-            f"{plan}: has the entries {list(read.entries)}, only one is served: compile it alone, or name it 'main'"
-        )
+    served_programs(read, plan)
     needs = {"num_gpus": 1} if read.target is Target.CUDA else {"num_cpus": 1}
     deployment = serve.deployment(
         num_replicas=replicas,

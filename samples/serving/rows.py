@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import nimblert
-from nimblert.plan import Fit, Program, Target
+from nimblert.plan import Fit, Plan, Program, Target
 
 CPU_ROUNDING = 1e-4
 """What a sum may change by, relative to the largest value of an output, where fewer threads are free to compute it."""
@@ -26,18 +26,14 @@ class Rows:
     """
 
     def __init__(self, model: nimblert.Executable) -> None:
-        """Runs each number of rows once, so that the programs are loaded. Raises InputError for a plan without rows."""
+        """Runs each number of rows once, so that the programs are loaded. Raises what `served_programs` raises."""
+        programs = served_programs(model.plan)
         self._model = model
         self.inputs = model.inputs
         self.outputs = model.outputs
-        sizes: set[int] = set()
-        for program in model.entry().programs:
-            firsts = {tensor.shape[:1] for tensor in (*program.inputs, *program.outputs)}
-            if len(firsts) != 1 or firsts == {()}:
-                raise nimblert.InputError(f"{program.name!r}: expected a batch as the first dimension of every tensor")
-            sizes.update(firsts.pop())
-        self.batch = max(sizes) if max(sizes) == 1 or _are_independent(model.entry().programs) else 0
-        for count in range(1, max(sizes) + 1):
+        largest = max(program.outputs[0].shape[0] for program in programs)
+        self.batch = largest if largest == 1 or _are_independent(programs) else 0
+        for count in range(1, largest + 1):
             try:
                 self.run(self.zeros(count))
             except nimblert.InputError:
@@ -71,6 +67,23 @@ class Rows:
     async def arun(self, arrays: Arrays) -> Arrays:
         """As `run`, while the event loop goes on."""
         return await asyncio.to_thread(self.run, arrays)
+
+
+def served_programs(plan: Plan, name: object = "the plan") -> Sequence[Program]:
+    """The programs of the main entry. Raises InputError, which says ``name``, for a plan that cannot be served."""
+    entries = plan.entries
+    if len(entries) != 1 and "main" not in entries:
+        found = f"has the entries {list(entries)}, only one is served"
+        raise nimblert.InputError(f"{name}: {found}: compile it alone, or name it 'main'")
+    if any(tensor.name for tensor in plan.state):
+        way_out = "give each client a context, in a server of your own"
+        raise nimblert.InputError(f"{name}: has state, which the calls of all clients would share: {way_out}")
+    programs = entries.get("main") or next(iter(entries.values()))
+    for program in programs:
+        firsts = {tensor.shape[:1] for tensor in (*program.inputs, *program.outputs)}
+        if len(firsts) != 1 or firsts == {()}:
+            raise nimblert.InputError(f"{name}: expected a batch as the first dimension of every input and output")
+    return programs
 
 
 def _are_independent(programs: Sequence[Program]) -> bool:

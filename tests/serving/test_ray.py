@@ -145,10 +145,12 @@ def test_what_was_accepted_is_answered_before_the_end(shop: Shop, server: subpro
             "entries.plan",
             "entries.plan: has the entries ['one', 'two'], only one is served: compile it alone, or name it 'main'",
         ),
+        ("flat.plan", "flat.plan: expected a batch as the first dimension of every input and output"),
     ],
 )
 def test_what_cannot_be_served_is_a_sentence(shop: Shop, given: str, sentence: str) -> None:
     with_entries(shop, "one", "two")
+    without_rows(shop)
     found = shop.run(f"! .ray/bin/python samples/serving/ray_serve.py {given} 2>&1")
     assert found == f"{sentence}\n"
 
@@ -158,6 +160,15 @@ def with_entries(shop: Shop, *names: str) -> None:
     plan = container.read(shop.folder / "digits.plan")
     programs = tuple(replace(program, entry=name, fits=()) for program, name in zip(plan.programs, names, strict=False))
     replace(plan, programs=programs).save(shop.folder / "entries.plan")
+
+
+def without_rows(shop: Shop) -> None:
+    """Write flat.plan, whose first dimension differs between inputs and outputs."""
+    plan = container.read(shop.folder / "digits.plan")
+    (image,) = plan.programs[0].inputs
+    flat = replace(image, shape=(8, 8), strides=(8, 1))
+    program = replace(plan.programs[0], inputs=(flat,), profile=(), fits=())
+    replace(plan, programs=(program,)).save(shop.folder / "flat.plan")
 
 
 NEEDS = """

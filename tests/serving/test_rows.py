@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import oip
 import pytest
-from rows import Arrays, Batches, Probe, Rows
+from rows import Arrays, Batches, Probe, Rows, served_programs
 from subprocesses import ROOT
 
 import nimblec
 import nimblert
-from nimblert.plan import Fit, Plan
+from nimblert.plan import Fit, Plan, Weight
 
 DIGITS = (0, 3, 7, 9)
 IMAGES = np.concatenate([np.load(ROOT / "samples" / f"digit_{digit}.npy") for digit in DIGITS])
@@ -69,16 +69,17 @@ def test_a_plan_without_rows_is_refused(plan: Plan) -> None:
     program = plan.programs[0]
     odd = replace(program, outputs=tuple(map(flat, program.outputs)))
 
-    class Odd:
-        inputs, outputs = odd.inputs, odd.outputs
+    with pytest.raises(nimblert.InputError, match="expected a batch as the first dimension of every input and output"):
+        served_programs(replace(plan, programs=(odd,)))
 
-        def entry(self) -> "Odd":
-            return self
 
-        programs = (odd,)
-
-    with pytest.raises(nimblert.InputError, match="expected a batch as the first dimension of every tensor"):
-        Rows(Odd())  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "is_refused"), [("count", True), ("", False)])
+def test_a_plan_with_state_is_refused(plan: Plan, name: str, is_refused: bool) -> None:
+    state = Weight(name=name, dtype="float32", shape=(4,), offset=0, data=memoryview(bytes(16)))
+    kept = replace(plan, state_nbytes=16, state=(state,))
+    refusal = pytest.raises(nimblert.InputError, match="x: has state, which the calls of all clients would share")
+    with refusal if is_refused else nullcontext():
+        served_programs(kept, "x")
 
 
 async def together(rows: Rows, images: list[np.ndarray]) -> list[list[int]]:
