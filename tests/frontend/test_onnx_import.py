@@ -126,6 +126,83 @@ def test_opsets_below_13_count_axes_from_the_end_too(operator: str, axis: int) -
     np.testing.assert_array_equal(found, expected)
 
 
+BIG = 1 << 63
+
+VALUES = {
+    "the largest uint16 is found among what is scattered": (
+        'y = ScatterElements <reduction = "max"> (x, i, u)',
+        "(uint16[2] x, int64[2] i, uint16[2] u) => (uint16[2] y)",
+        {},
+        [np.array([1, 40000], np.uint16), np.array([0, 1]), np.array([50000, 2], np.uint16)],
+        np.array([50000, 40000], np.uint16),
+    ),
+    "the smallest uint64 is found among what is scattered": (
+        'y = ScatterND <reduction = "min"> (x, i, u)',
+        "(uint64[2] x, int64[2,1] i, uint64[2] u) => (uint64[2] y)",
+        {},
+        [np.array([1, BIG + 9], np.uint64), np.array([[0], [1]]), np.array([BIG + 1, 2], np.uint64)],
+        np.array([1, 2], np.uint64),
+    ),
+    "uint64 is clipped": (
+        "y = Clip (x, low, high)",
+        "(uint64[3] x) => (uint64[3] y)",
+        {"low": np.array(2, np.uint64), "high": np.array(BIG, np.uint64)},
+        [np.array([1, 3, BIG + 5], np.uint64)],
+        np.array([2, 3, BIG], np.uint64),
+    ),
+    "uint64 has a sign": (
+        "y = Sign (x)",
+        "(uint64[3] x) => (uint64[3] y)",
+        {},
+        [np.array([0, 3, BIG + 5], np.uint64)],
+        np.array([0, 1, 1], np.uint64),
+    ),
+    "no uint32 is below zero": (
+        "y = PRelu (x, x)",
+        "(uint32[2] x) => (uint32[2] y)",
+        {},
+        [np.array([1, 1 << 31], np.uint32)],
+        np.array([1, 1 << 31], np.uint32),
+    ),
+    "uint32 takes a bias": (
+        "y = Gemm (x, x, c)",
+        "(uint32[1,1] x, uint32[1] c) => (uint32[1,1] y)",
+        {},
+        [np.array([[3]], np.uint32), np.array([1 << 31], np.uint32)],
+        np.array([[(1 << 31) + 9]], np.uint32),
+    ),
+    "pixels of uint16 are shuffled": (
+        'y = DepthToSpace <blocksize = 2, mode = "CRD"> (x)',
+        "(uint16[1,4,1,1] x) => (uint16[1,1,2,2] y)",
+        {},
+        [np.array([1, 2, 3, 40000], np.uint16).reshape(1, 4, 1, 1)],
+        np.array([1, 2, 3, 40000], np.uint16).reshape(1, 1, 2, 2),
+    ),
+    "uint64 that is not zero is found": (
+        "n = NonZero (w)  y = Mul (x, n)",
+        "(int64[1] x) => (int64[1,2] y)",
+        {"w": np.array([0, 5, BIG], np.uint64)},
+        [np.array([1])],
+        np.array([[1, 2]]),
+    ),
+    "blocks of uint16 have zero points": (
+        "y = QuantizeLinear <axis = 0, block_size = 2> (x, s, z)",
+        "(float[4] x) => (uint16[4] y)",
+        {"s": np.ones(2, np.float32), "z": np.array([1, 40000], np.uint16)},
+        [np.arange(4, dtype=np.float32)],
+        np.array([1, 2, 40002, 40003], np.uint16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_node_gives_its_values(name: str) -> None:
+    body, signature, constants, inputs, expected = VALUES[name]
+    (found,) = run(import_model(model_of(body, signature, **constants)), *inputs)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization <num_groups = 2>"])
 def test_groups_of_a_transposed_array_are_normalised(operator: str) -> None:
     signature = "(float[2,3,4] x) => (float[2,4,3] y)"

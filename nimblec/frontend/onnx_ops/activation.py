@@ -45,6 +45,8 @@ def leaky_relu(x: Tensor, *, alpha: float = 0.009999999776482582) -> Tensor:
 
 @op("PRelu", since=7)
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
+    if not x.dtype.is_signed:
+        return x
     return torch.where(x < 0, x * slope, x)
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.frontend.onnx_ops.axes import zero_like
 from nimblec.frontend.onnx_ops.table import Refused, op
-from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, by_value, divide_uint64, ordered
+from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, by_value, divide_uint64, not_zero, ordered
 
 UNARY = {
     "Acos": torch.acos,
@@ -62,8 +62,9 @@ def negative(x: Tensor) -> Tensor:
 
 
 @op("Sign")
-@by_value
 def sign(x: Tensor) -> Tensor:
+    if not x.dtype.is_signed:
+        return not_zero(x).to(x.dtype)
     return torch.where(torch.isnan(x), x, torch.sign(x)) if x.dtype.is_floating_point else torch.sign(x)
 
 
@@ -162,8 +163,10 @@ def clip_to_attributes(
 
 
 @op("Clip", since=11)
-@by_value
 def clip(x: Tensor, min: Tensor | None = None, max: Tensor | None = None) -> Tensor:
+    if x.dtype in SIGNED:
+        raised = x if min is None else _larger(x, min)
+        return raised if max is None else _smaller(raised, max)
     if min is None and max is None:
         return x
     if isinstance(min, FakeTensor) or isinstance(max, FakeTensor):

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.frontend.onnx_ops.axes import along, axis_of
 from nimblec.frontend.onnx_ops.table import Ints, Known, Refused, op
-from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, ordered
+from nimblec.frontend.onnx_ops.unsigned import SIGNED, bitwise, not_zero, ordered, unordered
 
 
 def _from_front(indices: Tensor, length: int) -> Tensor:
@@ -80,6 +80,19 @@ def _reduction(name: str) -> str | None:
     return SCATTER_REDUCTIONS[name]
 
 
+def _scatter(data: Tensor, axis: int, index: Tensor, updates: Tensor, how: str | None) -> Tensor:
+    if data.dtype in SIGNED and how in ("amax", "amin"):
+        return unordered(_scatter_signed(ordered(data), axis, index, ordered(updates), how), data.dtype)
+    return _scatter_signed(data, axis, index, updates, how)
+
+
+@bitwise
+def _scatter_signed(data: Tensor, axis: int, index: Tensor, updates: Tensor, how: str | None) -> Tensor:
+    if how is None:
+        return torch.scatter(data, axis, index, updates)
+    return torch.scatter_reduce(data, axis, index, updates, how, include_self=True)
+
+
 @op("Scatter", since=9)
 @op("ScatterElements", since=11)
 def scatter_elements(data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0) -> Tensor:
@@ -87,16 +100,12 @@ def scatter_elements(data: Tensor, indices: Tensor, updates: Tensor, *, axis: in
 
 
 @op("ScatterElements", since=16)
-@bitwise
 def scatter_elements_reduced(
     data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
 ) -> Tensor:
     axis = axis_of(axis, data.dim())
     index = _from_front(indices, data.shape[axis])
-    how = _reduction(reduction)
-    if how is None:
-        return torch.scatter(data, axis, index, updates)
-    return torch.scatter_reduce(data, axis, index, updates, how, include_self=True)
+    return _scatter(data, axis, index, updates, _reduction(reduction))
 
 
 @op("ScatterND", since=11)
@@ -105,7 +114,6 @@ def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
 
 
 @op("ScatterND", since=16)
-@bitwise
 def scatter_nd_reduced(data: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
     how = _reduction(reduction)
     depth = indices.shape[-1]
@@ -115,9 +123,7 @@ def scatter_nd_reduced(data: Tensor, indices: Tensor, updates: Tensor, *, reduct
     width = torch.Size(data.shape[depth:]).numel()
     index = _flat_index(indices, data.shape[:depth]).reshape(-1, 1).expand(-1, width)
     flat, values = data.reshape(rows, width), updates.reshape(index.shape)
-    if how is None:
-        return torch.scatter(flat, 0, index, values).reshape(data.shape)
-    return torch.scatter_reduce(flat, 0, index, values, how, include_self=True).reshape(data.shape)
+    return _scatter(flat, 0, index, values, how).reshape(data.shape)
 
 
 @op("TensorScatter", since=24)
@@ -184,7 +190,7 @@ def compress(x: Tensor, condition: Known, *, axis: int | None = None) -> Tensor:
 
 @op("NonZero", since=9)
 def non_zero(x: Known) -> Tensor:
-    return torch.nonzero(x).T.contiguous()
+    return torch.nonzero(not_zero(x)).T.contiguous()
 
 
 @op("ReverseSequence", since=10)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nimblec.frontend.onnx_ops.table import Refused, op
+from nimblec.frontend.onnx_ops.unsigned import bitwise
 
 LIMB_BITS = 16
 """Integers are multiplied in pieces of 16 bits: sums of 2**21 products are exact in double."""
@@ -114,6 +115,7 @@ def gemm_optional(
     return torch.addmm(c, left, right, beta=beta, alpha=alpha)
 
 
+@bitwise
 def _integer_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float) -> Tensor:
     if alpha != 1 or beta != 1:
         raise Refused(f"alpha {alpha} and beta {beta} on integers; expected 1")

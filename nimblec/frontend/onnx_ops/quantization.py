@@ -8,6 +8,7 @@ from nimblec.frontend.onnx_ops.convolution import convolution
 from nimblec.frontend.onnx_ops.creation import convert, dtype_of
 from nimblec.frontend.onnx_ops.linear import centered
 from nimblec.frontend.onnx_ops.table import Ints, Refused, op
+from nimblec.frontend.onnx_ops.unsigned import index_select
 
 QUANTIZED = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 
@@ -26,7 +27,7 @@ def spread(parameter: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     if tuple(parameter.shape) != expected:
         raise Refused(f"a scale of shape {tuple(parameter.shape)}; expected {expected}")
     position = torch.arange(x.shape[axis]) // block_size
-    return torch.index_select(parameter, axis, position)
+    return index_select(parameter, axis, position)
 
 
 def saturated(x: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -233,6 +233,7 @@ def _pad_axis(data: Tensor, axis: int, before: int, after: int, mode: str) -> Te
 
 
 @op("DepthToSpace")
+@bitwise
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     n, c, h, w = x.shape
     b = blocksize

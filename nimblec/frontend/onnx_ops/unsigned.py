@@ -58,6 +58,16 @@ def by_value(function: Callable[P, R]) -> Callable[P, R]:
     return on_values
 
 
+index_select = bitwise(torch.index_select)
+"""`torch.index_select`, of wide unsigned tensors too."""
+
+
+@bitwise
+def not_zero(x: Tensor) -> Tensor:
+    """Return where an element is not zero."""
+    return torch.ne(x, 0)
+
+
 def ordered(x: Tensor) -> Tensor:
     """Return a signed tensor whose elements are in the order of the unsigned ones."""
     if x.dtype in WIDER:
@@ -65,6 +75,11 @@ def ordered(x: Tensor) -> Tensor:
     if x.dtype == torch.uint64:
         return x.view(torch.int64) ^ torch.tensor(-(1 << 63))
     return x
+
+
+def unordered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the unsigned tensor that `ordered` gives as ``x``."""
+    return (x ^ torch.tensor(-(1 << 63))).view(dtype) if dtype == torch.uint64 else x.to(dtype)
 
 
 def _wide_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
