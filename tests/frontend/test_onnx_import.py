@@ -126,9 +126,31 @@ def test_opsets_below_13_count_axes_from_the_end_too(operator: str, axis: int) -
     np.testing.assert_array_equal(found, expected)
 
 
+ASYMMETRIC = '<mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">'
 BIG = 1 << 63
 
 VALUES = {
+    "a scale is a float32: 3 / 0.6 is 5": (
+        f"y = Resize {ASYMMETRIC} (x, empty, scale)",
+        "(float[10] x) => (float[?] y)",
+        {"empty": np.zeros(0, np.float32), "scale": np.array([0.6], np.float32)},
+        [np.arange(10, dtype=np.float32)],
+        np.array([0, 1, 3, 5, 6, 8], np.float32),
+    ),
+    "a scale is a float32: 5 * 1.4 is 7": (
+        f"y = Resize {ASYMMETRIC} (x, empty, scale)",
+        "(float[5] x) => (float[?] y)",
+        {"empty": np.zeros(0, np.float32), "scale": np.array([1.4], np.float32)},
+        [np.arange(5, dtype=np.float32)],
+        np.array([0, 0, 1, 2, 2, 3, 4], np.float32),
+    ),
+    "uint32 is resized": (
+        f"y = Resize {ASYMMETRIC} (x, empty, scale)",
+        "(uint32[2] x) => (uint32[?] y)",
+        {"empty": np.zeros(0, np.float32), "scale": np.array([2.0], np.float32)},
+        [np.array([1, 1 << 31], np.uint32)],
+        np.array([1, 1, 1 << 31, 1 << 31], np.uint32),
+    ),
     "the largest uint16 is found among what is scattered": (
         'y = ScatterElements <reduction = "max"> (x, i, u)',
         "(uint16[2] x, int64[2] i, uint16[2] u) => (uint16[2] y)",
@@ -201,6 +223,24 @@ def test_a_node_gives_its_values(name: str) -> None:
     (found,) = run(import_model(model_of(body, signature, **constants)), *inputs)
     assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, expected)
+
+
+def test_opset_10_resizes_to_the_next_element_where_it_shrinks() -> None:
+    x, scales = np.arange(1, 9, dtype=np.float32).reshape(1, 1, 2, 4), np.array([1, 1, 0.6, 0.6], np.float32)
+    model = model_of("y = Resize (x, s)", "(float[1,1,2,4] x) => (float[1,1,1,2] y)", opset=10, s=scales)
+    np.testing.assert_array_equal(run(import_model(model), x)[0], [[[[1, 3]]]])
+
+
+def test_bytes_that_cubic_weights_lead_out_of_range_are_clamped() -> None:
+    body = 'y = Resize <mode = "cubic"> (x, empty, scale)'
+    constants = {"empty": np.zeros(0, np.float32), "scale": np.array([2.0], np.float32)}
+    x = np.array([0, 0, 255, 255, 0], np.uint8)
+    found, real = (
+        run(import_model(model_of(body, f"({name}[5] x) => ({name}[10] y)", **constants)), x.astype(dtype))[0]
+        for name, dtype in (("uint8", np.uint8), ("float", np.float32))
+    )
+    assert (real.min() < 0, real.max() > 255) == (True, True)
+    np.testing.assert_array_equal(found, real.round().clip(0, 255))
 
 
 @pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization <num_groups = 2>"])

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from nimblec.frontend.onnx_ops.axes import axes_of, sizes_of
+from nimblec.frontend.onnx_ops.creation import convert
 from nimblec.frontend.onnx_ops.table import Floats, Ints, Refused, op
+from nimblec.frontend.onnx_ops.unsigned import index_select
 
 COORDINATE_MODES = (
     "half_pixel",
@@ -31,10 +33,10 @@ class Axis:
     def __init__(self, length: int, wanted: int, scale: float, roi: tuple[float, float]) -> None:
         self.length, self.wanted, self.scale, self.roi = length, wanted, scale, roi
 
-    def positions(self, mode: str) -> np.ndarray:
-        """Return the position in the input of each element of the output (float64)."""
-        x = np.arange(self.wanted, dtype=np.float64)
-        n, m, s = self.length, self.wanted, self.scale
+    def positions(self, mode: str, dtype: type[np.floating]) -> np.ndarray:
+        """Return the position in the input of each element of the output, computed in ``dtype``."""
+        x = np.arange(self.wanted, dtype=dtype)
+        n, m, s = self.length, self.wanted, dtype(self.scale)
         start, end = self.roi
         match mode:
             case "asymmetric":
@@ -57,7 +59,9 @@ class Axis:
         return position
 
 
-def _nearest(position: np.ndarray, nearest_mode: str) -> np.ndarray:
+def _nearest(axis: Axis, position: np.ndarray, nearest_mode: str | None) -> np.ndarray:
+    if nearest_mode is None:  # opset 10 has no attribute for it; its backend cases round up where they shrink
+        nearest_mode = "ceil" if axis.scale < 1 else "floor"
     if nearest_mode == "round_prefer_floor":
         return np.ceil(position - 0.5)
     if nearest_mode == "round_prefer_ceil":
@@ -106,7 +110,7 @@ def resized(
     axes: Sequence[Axis],
     mode: str,
     coordinate_mode: str,
-    nearest_mode: str,
+    nearest_mode: str | None,
     cubic: float,
     antialias: int,
     exclude_outside: int,
@@ -120,10 +124,11 @@ def resized(
             continue
         if axis.length == 0:
             raise Refused(f"axis {i} is empty")
-        position = axis.positions(coordinate_mode)
+        # In float32, the dtype of scales, 3 / 0.6 is 5; in float64, 3 / float32(0.6) is less.
+        position = axis.positions(coordinate_mode, np.float32 if mode == "nearest" else np.float64)
         if mode == "nearest":
-            index = np.clip(_nearest(position, nearest_mode), 0, axis.length - 1).astype(np.int64)
-            x = torch.index_select(x, i, torch.from_numpy(index))
+            index = np.clip(_nearest(axis, position, nearest_mode), 0, axis.length - 1).astype(np.int64)
+            x = index_select(x, i, torch.from_numpy(index))
         else:
             x = _apply(x, i, _weights(axis, position, mode, cubic, antialias, exclude_outside))
         if coordinate_mode == "tf_crop_and_resize":
@@ -137,7 +142,10 @@ def _apply(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
     weights = torch.from_numpy(matrix).to(work)
     moved = x.to(work).movedim(axis, -1)
     y = torch.matmul(moved, weights.t()).movedim(-1, axis)
-    return (y if x.dtype.is_floating_point else torch.round(y)).to(x.dtype)
+    if x.dtype.is_floating_point:
+        return y.to(x.dtype)
+    limits = torch.iinfo(x.dtype)  # cubic weights reach beyond the values
+    return convert(torch.clamp(torch.round(y), limits.min, limits.max), x.dtype)
 
 
 def _extrapolated(x: Tensor, axis: int, outside: np.ndarray, value: float) -> Tensor:
@@ -150,7 +158,7 @@ def _axes_by_scale(shape: Sequence[int], scales: Floats, roi: Floats | None) -> 
         raise Refused(f"scales {scales} do not fit {len(shape)} dimensions")
     sizes_of(int(length * scale) for length, scale in zip(shape, scales, strict=True))
     return [
-        Axis(length, math.floor(length * scale), scale, _region(roi, i, len(shape)))
+        Axis(length, math.floor(np.float32(length) * np.float32(scale)), scale, _region(roi, i, len(shape)))
         for i, (length, scale) in enumerate(zip(shape, scales, strict=True))
     ]
 
@@ -172,7 +180,7 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
     if mode == "nearest" and images and whole and scales[:2] == (1.0, 1.0):
         sizes = sizes_of(length * int(scale) for length, scale in zip(x.shape, scales, strict=True))
         return torch.ops.aten.upsample_nearest2d(x, list(sizes[2:]))
-    return resized(x, _axes_by_scale(x.shape, scales, None), mode, "asymmetric", "floor", -0.75, 0, 0, 0.0)
+    return resized(x, _axes_by_scale(x.shape, scales, None), mode, "asymmetric", None, -0.75, 0, 0, 0.0)
 
 
 @op("Resize", since=11)
