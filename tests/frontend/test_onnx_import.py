@@ -243,6 +243,11 @@ def test_bytes_that_cubic_weights_lead_out_of_range_are_clamped() -> None:
     np.testing.assert_array_equal(found, real.round().clip(0, 255))
 
 
+def test_a_half_is_clipped_at_one_end_in_opset_6() -> None:
+    model = model_of("y = Clip <max = 2.0> (x)", "(float16[3] x) => (float16[3] y)", opset=6)
+    np.testing.assert_array_equal(run(import_model(model), np.array([-np.inf, 1, 3], np.float16))[0], [-np.inf, 1, 2])
+
+
 @pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization <num_groups = 2>"])
 def test_groups_of_a_transposed_array_are_normalised(operator: str) -> None:
     signature = "(float[2,3,4] x) => (float[2,4,3] y)"

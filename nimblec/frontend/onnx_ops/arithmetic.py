@@ -159,7 +159,8 @@ def mean(*data_0: Tensor) -> Tensor:
 def clip_to_attributes(
     x: Tensor, *, min: float = -3.4028234663852886e38, max: float = 3.4028234663852886e38
 ) -> Tensor:
-    return torch.clamp(x, min, max)
+    lowest, highest = torch.tensor((min, max)).to(x.dtype).tolist()  # a half's are infinite by default
+    return torch.clamp(x, lowest, highest)
 
 
 @op("Clip", since=11)
