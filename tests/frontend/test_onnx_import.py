@@ -151,6 +151,13 @@ VALUES = {
         [np.array([1, 1 << 31], np.uint32)],
         np.array([1, 1, 1 << 31, 1 << 31], np.uint32),
     ),
+    "a padding of int64 keeps all bits": (
+        "y = Pad (x, pads, value)",
+        "(int64[1] x) => (int64[2] y)",
+        {"pads": np.array([0, 1]), "value": np.array(BIG - 1)},
+        [np.array([3])],
+        np.array([3, BIG - 1]),
+    ),
     "the largest uint16 is found among what is scattered": (
         'y = ScatterElements <reduction = "max"> (x, i, u)',
         "(uint16[2] x, int64[2] i, uint16[2] u) => (uint16[2] y)",

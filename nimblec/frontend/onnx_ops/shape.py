@@ -207,7 +207,7 @@ def pad_all(data: Tensor, pads: Sequence[int], value: float, mode: str) -> Tenso
     if mode == "constant":
         sides = [pads[side * rank + axis] for axis in reversed(range(rank)) for side in (0, 1)]
         fits = data.dtype.is_floating_point or isinstance(value, (bool, int))
-        return functional.pad(data, sides, value=value if fits else int(value))
+        return torch.ops.aten.constant_pad_nd(data, sides, value if fits else int(value))
     for axis in range(rank):
         data = _pad_axis(data, axis, pads[axis], pads[rank + axis], mode)
     return data
