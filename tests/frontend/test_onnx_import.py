@@ -221,6 +221,13 @@ VALUES = {
         [np.arange(4, dtype=np.float32)],
         np.array([1, 2, 40002, 40003], np.uint16),
     ),
+    "an image one pixel high ends at its edges": (
+        "y = DeformConv <pads = [1, 0, 1, 0]> (x, w, o)",
+        "(float[1,1,1,3] x, float[1,6,1,3] o) => (float[1,1,1,3] y)",
+        {"w": np.array([1, 2, 4], np.float32).reshape(1, 1, 3, 1)},
+        [np.ones((1, 1, 1, 3), np.float32), np.zeros((1, 6, 1, 3), np.float32)],
+        np.full((1, 1, 1, 3), 2, np.float32),
+    ),
 }
 
 

@@ -184,11 +184,12 @@ def deformable_convolution(
         tap = tap[:, None].expand(kernel_h, kernel_w) if axis == 0 else tap[None, :].expand(kernel_h, kernel_w)
         start = start[:, None] if axis == 0 else start[None, :]
         place = shifts.select(2, axis) + (tap.reshape(taps, 1, 1) + start).to(x.dtype)
-        # grid_sample wants -1 and 1 at the centres of the corner pixels.
-        places.append(place * (2 / max(1, x.shape[2 + axis] - 1)) - 1)
+        # grid_sample wants -1 and 1 at the edges of the image: at the centres, a single pixel would be everywhere.
+        length = max(1, x.shape[2 + axis])
+        places.append(place * (2 / length) + (1 / length - 1))
     grid = torch.stack((places[1], places[0]), -1).reshape(n * offset_group, taps * out_h, out_w, 2)
     images = x.reshape(n * offset_group, channels // offset_group, *x.shape[2:])
-    columns = functional.grid_sample(images, grid, "bilinear", "zeros", align_corners=True)
+    columns = functional.grid_sample(images, grid, "bilinear", "zeros", align_corners=False)
     columns = columns.reshape(n, offset_group, channels // offset_group, taps, out_h, out_w)
     if mask is not None:
         columns = columns * mask.reshape(n, offset_group, 1, taps, out_h, out_w)
