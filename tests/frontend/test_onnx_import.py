@@ -228,6 +228,13 @@ VALUES = {
         [np.ones((1, 1, 1, 3), np.float32), np.zeros((1, 6, 1, 3), np.float32)],
         np.full((1, 1, 1, 3), 2, np.float32),
     ),
+    "an infinite loss is ignored": (
+        'y = NegativeLogLikelihoodLoss <ignore_index = -1, reduction = "sum"> (x, t)',
+        "(float[2,2] x, int64[2] t) => (float y)",
+        {},
+        [np.array([[-np.inf, 0], [-3, -np.inf]], np.float32), np.array([-1, 0])],
+        np.array(3, np.float32),
+    ),
 }
 
 

@@ -26,15 +26,16 @@ def negative_log_likelihood(
     factor = None
     if weight is not None:
         factor = torch.index_select(weight, 0, label.reshape(-1)).reshape(label.shape)
-    if ignored is not None:
-        ones = torch.ones((), dtype=input.dtype) if factor is None else factor
-        factor = torch.where(ignored, zero_like(input), ones)
-    if factor is not None:
         loss = loss * factor
+    if ignored is not None:
+        loss = torch.where(ignored, zero_like(input), loss)  # a factor of 0 would leave infinite ones as NaN
     if reduction == "none":
         return loss
     if reduction == "sum":
         return torch.sum(loss)
+    if ignored is not None:
+        ones = torch.ones((), dtype=input.dtype) if factor is None else factor
+        factor = torch.where(ignored, zero_like(input), ones)
     return torch.mean(loss) if factor is None else torch.sum(loss) / torch.sum(factor)
 
 
