@@ -507,6 +507,10 @@ REFUSED = {
     "axis 5 is out of range for 1 dimensions": ("y = Concat <axis = 5> (x, x)", {}),
     "index 7 is out of range": ("y = Gather (x, w)", {"w": np.array([7])}),
     "expected an integer": ("y = Reshape (x, w)", {"w": np.array([1.5])}),
+    "'output_shape' is (1, 1, 5); expected (1, 1, 4)": (
+        "y = MaxUnpool <kernel_shape = [2], strides = [2]> (w, i, s)",
+        {"w": np.ones((1, 1, 2), np.float32), "i": np.array([[[1, 4]]]), "s": np.array([1, 1, 5])},
+    ),
     "elements; expected at most": ("y = Expand (x, w)", {"w": np.array([1 << 40, 2])}),
 }
 

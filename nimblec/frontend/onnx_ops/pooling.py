@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nimblec.frontend.onnx_ops.axes import repeated
+from nimblec.frontend.onnx_ops.axes import repeated, sizes_of
 from nimblec.frontend.onnx_ops.convolution import pad_spatial, padding_of
 from nimblec.frontend.onnx_ops.table import Ints, Node, Refused, op
 
@@ -298,9 +298,9 @@ def max_unpool(
         (length - 1) * s + k - p - q
         for length, s, k, p, q in zip(x.shape[2:], strides, kernel_shape, both, both[rank:], strict=False)
     ]
-    natural = (*x.shape[:2], *inferred)
-    wanted = natural if output_shape is None else output_shape
-    flat = torch.zeros(torch.Size(natural).numel(), dtype=x.dtype)
-    y = torch.scatter(flat, 0, i.to(torch.int64).reshape(-1), x.reshape(-1)).reshape(natural)
-    ends = [n - m for n, m in zip(wanted[2:], natural[2:], strict=True)]
-    return pad_spatial(y, [0] * rank, ends)
+    shape = sizes_of((*x.shape[:2], *inferred))
+    if output_shape not in (None, shape):
+        # ONNX's backend case counts the indices in `shape`, its text and ONNX Runtime in `output_shape`.
+        raise Refused(f"input 2 'output_shape' is {output_shape}; expected {shape}, in which the indices count")
+    flat = torch.zeros(torch.Size(shape).numel(), dtype=x.dtype)
+    return torch.scatter(flat, 0, i.to(torch.int64).reshape(-1), x.reshape(-1)).reshape(shape)
