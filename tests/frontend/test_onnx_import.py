@@ -269,6 +269,24 @@ def test_a_half_is_clipped_at_one_end_in_opset_6() -> None:
     np.testing.assert_array_equal(run(import_model(model), np.array([-np.inf, 1, 3], np.float16))[0], [-np.inf, 1, 2])
 
 
+def test_statistics_of_another_dtype_are_as_exact_as_the_images() -> None:
+    body, signature = "y = BatchNormalization (x, one, zero, mean, var)", "(float[2,1,3] x) => (float[2,1,3] y)"
+    constants = {"one": np.ones(1, np.float32), "zero": np.zeros(1, np.float32)}
+    statistics = {"mean": np.array([3.3], np.float16), "var": np.array([0.57], np.float16)}
+    found, expected = (
+        run(import_model(model_of(body, signature, **constants, **given)), random(2, 1, 3))[0]
+        for given in (statistics, {name: array.astype(np.float32) for name, array in statistics.items()})
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_normalised_bfloat16_takes_the_dtype_of_its_scale() -> None:
+    model = model_of(
+        "y = RMSNormalization (x, s)", "(bfloat16[1,2] x) => (float16[1,2] y)", opset=23, s=np.ones(2, np.float16)
+    )
+    assert import_model(model).module(torch.ones(1, 2, dtype=torch.bfloat16))[0].dtype == torch.float16
+
+
 @pytest.mark.parametrize("operator", ["InstanceNormalization", "GroupNormalization <num_groups = 2>"])
 def test_groups_of_a_transposed_array_are_normalised(operator: str) -> None:
     signature = "(float[2,3,4] x) => (float[2,4,3] y)"

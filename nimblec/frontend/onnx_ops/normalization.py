@@ -69,8 +69,10 @@ def _moved(running: Tensor, current: Tensor, momentum: float) -> Tensor:
 
 
 def _normalize_batch(x: Tensor, scale: Tensor, b: Tensor, mean: Tensor, var: Tensor, epsilon: float) -> Tensor:
-    one_dtype = scale.dtype == b.dtype == mean.dtype == var.dtype
-    if x.dim() > 1 and one_dtype and scale.dtype in (x.dtype, torch.float32):
+    if not scale.dtype == b.dtype == mean.dtype == var.dtype:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale, b, mean, var = (parameter.to(wide) for parameter in (scale, b, mean, var))
+    if x.dim() > 1 and scale.dtype in (x.dtype, torch.float32):
         return aten._native_batch_norm_legit_no_training(x, scale, b, mean, var, 0.1, epsilon)[0]
     rank = x.dim()
     factor = scale / torch.sqrt(var + epsilon)
@@ -148,7 +150,7 @@ def rms_normalization(
     axes = list(range(axis_of(axis, x.dim()), x.dim()))
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     inverse = torch.rsqrt(torch.mean(wide * wide, axes, keepdim=True) + epsilon)
-    return (wide * inverse).to(x.dtype) * scale
+    return ((wide * inverse).to(x.dtype) * scale).to(scale.dtype)
 
 
 @op("LRN")
