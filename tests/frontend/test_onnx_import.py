@@ -214,6 +214,20 @@ VALUES = {
         [np.array([1])],
         np.array([[1, 2]]),
     ),
+    "an integer diagonal is taken": (
+        'y = Einsum <equation = "ii->i"> (x)',
+        "(int64[2,2] x) => (int64[2] y)",
+        {},
+        [np.arange(4).reshape(2, 2)],
+        np.array([0, 3]),
+    ),
+    "a matrix of halves has a determinant": (
+        "y = Det (x)",
+        "(float16[2,2] x) => (float16 y)",
+        {},
+        [np.array([[1, 2], [3, 4]], np.float16)],
+        np.array(-2, np.float16),
+    ),
     "blocks of uint16 have zero points": (
         "y = QuantizeLinear <axis = 0, block_size = 2> (x, s, z)",
         "(float[4] x) => (uint16[4] y)",

@@ -126,8 +126,10 @@ def _integer_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: fl
 @op("Einsum", since=12)
 def einsum(*inputs: Tensor, equation: str) -> Tensor:
     if not inputs[0].dtype.is_floating_point:
+        if len(inputs) == 1:
+            return torch.einsum(equation, *inputs)
         if len(inputs) != 2:
-            raise Refused(f"{len(inputs)} integer inputs; expected 2")
+            raise Refused(f"{len(inputs)} integer inputs; expected 1 or 2")
         return sum_of_limb_products(
             *inputs, lambda a, b: torch.einsum(equation, a, b), inputs[0].dtype
         )
@@ -136,4 +138,5 @@ def einsum(*inputs: Tensor, equation: str) -> Tensor:
 
 @op("Det", since=11)
 def determinant(x: Tensor) -> Tensor:
-    return torch.linalg.det(x)
+    wide = torch.promote_types(x.dtype, torch.float32)  # torch decomposes no matrix of halves
+    return torch.linalg.det(x.to(wide)).to(x.dtype)
