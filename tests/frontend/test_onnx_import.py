@@ -283,6 +283,14 @@ def test_a_half_is_clipped_at_one_end_in_opset_6() -> None:
     np.testing.assert_array_equal(run(import_model(model), np.array([-np.inf, 1, 3], np.float16))[0], [-np.inf, 1, 2])
 
 
+def test_zeros_are_quantized_by_a_scale_that_is_not_zero() -> None:
+    signature = "(float[2] x) => (uint8[2] y, float s, uint8 z)"
+    y, scale, zero_point = run(
+        import_model(model_of("y, s, z = DynamicQuantizeLinear (x)", signature)), np.zeros(2, np.float32)
+    )
+    assert (y.tolist(), scale, zero_point) == ([0, 0], 1, 0)
+
+
 def test_statistics_of_another_dtype_are_as_exact_as_the_images() -> None:
     body, signature = "y = BatchNormalization (x, one, zero, mean, var)", "(float[2,1,3] x) => (float[2,1,3] y)"
     constants = {"one": np.ones(1, np.float32), "zero": np.zeros(1, np.float32)}
