@@ -61,6 +61,8 @@ CASES = [
     ("LSTM", {"b", "h", "c"}, {"direction": "reverse"}),
     ("LSTM", {"b", "h", "c", "lengths"}, {"direction": "bidirectional"}),
     ("LSTM", {"b", "p"}, {"clip": 0.3}),
+    ("LSTM", {"b", "h", "c"}, {"input_forget": 1}),
+    ("LSTM", {"b", "p"}, {"clip": 0.3, "input_forget": 1}),
     ("LSTM", {"b"}, {"clip": 0.3, "activations": ["Sigmoid", "ScaledTanh", "Elu"], **SCALED}),
 ]
 

@@ -302,8 +302,6 @@ def lstm(
     input_forget: int = 0,
     layout: int = 0,
 ) -> tuple[Tensor, ...]:
-    if input_forget:
-        raise Refused(f"attribute 'input_forget' is {input_forget}; expected 0")
     layer = _layer(x, w, r, b, sequence_lens, (initial_h, initial_c), direction, hidden_size, layout)
     names = _names(activations, ("Sigmoid", "Tanh", "Tanh"), layer.directions)
     functions = _activations(names, activation_alpha, activation_beta)
@@ -321,13 +319,14 @@ def lstm(
                 return peephole_step(total, c, peephole)
             three, new = _clipped(total, clip).split((3 * size, size), 1)
             entry, out, forget = f(three).split(size, 1)
+            forget = 1 - entry if input_forget else forget
             c = torch.addcmul(forget * c, entry, g(new))
             return out * h_function(c), c
 
         def peephole_step(total: Tensor, c: Tensor, weights: Sequence[Tensor]) -> State:
             entry, out, forget, new = total.split(size, 1)
             entry = f(_clipped(entry + weights[0] * c, clip))
-            forget = f(_clipped(forget + weights[2] * c, clip))
+            forget = 1 - entry if input_forget else f(_clipped(forget + weights[2] * c, clip))
             c = forget * c + entry * g(_clipped(new, clip))
             return f(_clipped(out + weights[1] * c, clip)) * h_function(c), c
 
