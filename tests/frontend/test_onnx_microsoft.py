@@ -311,6 +311,18 @@ CASES = {
     "grid_sample": Fused(
         op="GridSample", inputs=(real(1, 2, 4, 4), real(1, 3, 3, 2)), attributes={"padding_mode": "border"}
     ),
+    "attention_between_starts_and_ends": Fused(
+        op="Attention",
+        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 4, 2, 0], np.int32)),
+        attributes={"num_heads": H},
+    ),
+    "inverse": Fused(op="Inverse", inputs=(real(2, 3, 3) + 4 * np.eye(3, dtype=np.float32),)),
+    "qlinear_average_pool_of_channels_last": Fused(
+        op="QLinearAveragePool",
+        inputs=(whole(0, 256, 1, 5, 6, 3, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
+        attributes={"kernel_shape": [2, 3], "channels_last": 1},
+        step=1,
+    ),
 }
 
 

@@ -231,6 +231,9 @@ class Masking:
         assert self.mask is not None
         if self.mask.dim() == 1 and self.mask.shape[0] == batch:
             return (torch.arange(keys) < self.mask.unsqueeze(1)).unsqueeze(1).unsqueeze(1)
+        if self.mask.dim() == 1 and self.mask.shape[0] == 2 * batch:
+            ends, starts = self.mask.reshape(2, batch, 1, 1, 1).unbind(0)
+            return (torch.arange(keys) < ends) & (torch.arange(keys) >= starts)
         if self.mask.dim() == 2 and self.mask.shape[1] == keys:
             return self.mask.unsqueeze(1).unsqueeze(1)
         if self.mask.dim() == 3 and self.mask.shape[2] == keys:

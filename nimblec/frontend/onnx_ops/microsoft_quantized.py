@@ -131,10 +131,8 @@ def average_pool_quantized(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    if channels_last:
-        raise Refused("attribute 'channels_last' is 1; expected 0")
     y = average_pool_10(
-        _real(x, x_scale, x_zero_point),
+        _real(x.movedim(-1, 1) if channels_last else x, x_scale, x_zero_point),
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
         count_include_pad=count_include_pad,
@@ -142,7 +140,7 @@ def average_pool_quantized(
         pads=pads,
         strides=strides,
     )
-    return _quantized(y, y_scale, y_zero_point, x)
+    return _quantized(y.movedim(1, -1) if channels_last else y, y_scale, y_zero_point, x)
 
 
 @op("QLinearConv", domain=MICROSOFT)
