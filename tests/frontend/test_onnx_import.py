@@ -214,12 +214,12 @@ VALUES = {
         [np.array([1])],
         np.array([[1, 2]]),
     ),
-    "an integer diagonal is taken": (
-        'y = Einsum <equation = "ii->i"> (x)',
-        "(int64[2,2] x) => (int64[2] y)",
+    "rows of bytes are added up": (
+        'y = Einsum <equation = "ij->i"> (x)',
+        "(uint8[2,2] x) => (uint8[2] y)",
         {},
-        [np.arange(4).reshape(2, 2)],
-        np.array([0, 3]),
+        [np.array([[0, 1], [2, 255]], np.uint8)],
+        np.array([1, 1], np.uint8),
     ),
     "a matrix of halves has a determinant": (
         "y = Det (x)",

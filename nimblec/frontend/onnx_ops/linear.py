@@ -127,7 +127,7 @@ def _integer_gemm(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: fl
 def einsum(*inputs: Tensor, equation: str) -> Tensor:
     if not inputs[0].dtype.is_floating_point:
         if len(inputs) == 1:
-            return torch.einsum(equation, *inputs)
+            return torch.einsum(equation, *inputs).to(inputs[0].dtype)  # torch adds them up as int64
         if len(inputs) != 2:
             raise Refused(f"{len(inputs)} integer inputs; expected 1 or 2")
         return sum_of_limb_products(
