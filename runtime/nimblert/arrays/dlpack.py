@@ -226,20 +226,27 @@ _exported: dict[int, tuple[Any, ...]] = {}
 """The memory that consumers of capsules use, by the address of its struct."""
 
 
-def _forget(address: int) -> None:
-    _exported.pop(address, None)
+# The interpreter may clear this module before the last arrays of other libraries end: what they call then is bound
+# here, and never freed.
+def _forget(address: int, exported: dict[int, tuple[Any, ...]] = _exported) -> None:
+    exported.pop(address, None)
 
 
-def _forget_unused(capsule: int) -> None:
+def _forget_unused(
+    capsule: int, is_valid: Any = _ending_is_valid, pointer: Any = _ending_pointer, name: bytes = _NAME,
+    forget: Callable[[int], None] = _forget,
+) -> None:
     """Free the memory of a capsule that ends without having been consumed."""
-    if _ending_is_valid(capsule, _NAME):
-        _forget(_ending_pointer(capsule, _NAME))
+    if is_valid(capsule, name):
+        forget(pointer(capsule, name))
 
 
 _deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_forget)  # consumers may call it without the GIL
 _destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_forget_unused)
 _DELETER = ctypes.cast(_deleter, ctypes.c_void_p).value
 _DESTRUCTOR = ctypes.cast(_destructor, ctypes.c_void_p).value
+for _called in (_deleter, _destructor, _KEPT_NAME):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_called))
 
 
 def capsule(found: Found, itemsize: int, owner: object) -> Any:
