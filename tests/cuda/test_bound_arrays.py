@@ -48,6 +48,16 @@ def test_what_is_bound_is_read_and_written_where_it_is(put: Callable[[np.ndarray
     assert np.array_equal(y.cpu().numpy(), drawn(5))
 
 
+def test_a_bound_output_may_also_go_to_an_array(put: Callable[[np.ndarray], Any], model: Executable) -> None:
+    """Which gets what the run has written, not what the program's own memory holds."""
+    y = laid_out_for(model, put(drawn(0)))
+    model.bind("y", y)
+    for seed, mine in ((1, np.zeros(SHAPE, np.float32)), (2, put(np.zeros(SHAPE, np.float32)))):
+        assert model.run({"x": drawn(seed)}, out={"y": mine})["y"] is mine
+        for array in (mine, y):
+            assert np.array_equal(torch.as_tensor(array).cpu().numpy(), drawn(seed))
+
+
 def test_ctrl_c_comes_before_or_after_a_binding(
     put: Callable[[np.ndarray], Any], model: Executable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,8 +172,8 @@ class CudaBackend:
             self._recording = None
             self._scope, self._executable, self._calls = built
             self.memory = memory
-            self._inlet.moved(memory)
-            self._outlet.moved(memory)
+            for mine in (self._staged_inputs, self._staged_outputs, self._inlet, self._outlet):
+                mine.moved(memory)
             (self._bound.discard if array is None else self._bound.add)(tensor.name)
 
         try:

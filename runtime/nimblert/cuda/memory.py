@@ -94,9 +94,14 @@ class Staging:
         total = max(self._offsets[-1], 1)
         self._address = int(context.acquire(call("cuMemHostAlloc", total, 0), "cuMemFreeHost"))
         self._host = host_bytes(self._address, total)
-        self._devices = [memory.address(t.pointer) for t in tensors]
+        self._tensors = tensors
+        self.moved(memory)
         self._nbytes = [t.span_nbytes for t in tensors]
         self.views = tuple(layouts.strided(self.bytes_of(i)[0], t) for i, t in enumerate(tensors))
+
+    def moved(self, memory: DeviceMemory) -> None:
+        """Mirror the tensors in this memory from now on."""
+        self._devices = [memory.address(t.pointer) for t in self._tensors]
 
     def bytes_of(self, index: int) -> tuple[np.ndarray, int]:
         """The bytes of a tensor, and their address."""
