@@ -1,8 +1,9 @@
 """A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of nimblert.
 
-Work on a stream is done immediately. Only graphs with uploads that have the patience to wait for the host run in a
-thread, until the stream is waited for. Kernels of plans do not run. Freed memory is filled with 0xDD until its address
-is used again, so that reading it by mistake shows.
+Work on a stream is done immediately, with two exceptions. Graphs with uploads that have the patience to wait for the
+host run in a thread, until the stream is waited for. Copies from pageable memory and fills, which CUDA puts on the
+default stream, are done once something waits for that, at the latest. Kernels of plans do not run. Freed memory is
+filled with 0xDD until its address is used again, so that reading it by mistake shows.
 """
 
 import ctypes
@@ -105,6 +106,7 @@ class HostDriver:
         self.late = 0
         """How many parts were not uploaded."""
         self._running: dict[int, threading.Thread] = {}
+        self._on_default: list[Callable[[], object]] = []
         self._counting = threading.Lock()
         self._thread = threading.local()
         self._kept: list[np.ndarray] = []
@@ -182,7 +184,8 @@ class HostDriver:
     def _cuCtxGetCurrent(self) -> int:
         return int(getattr(self._thread, "context", _FIRST_CONTEXT))
 
-    def _cuCtxSynchronize(self) -> None: ...
+    def _cuCtxSynchronize(self) -> None:
+        self._cuStreamSynchronize(0)
 
     # Memory
 
@@ -195,6 +198,7 @@ class HostDriver:
     def _free(self, address: int) -> Any:
         if int(address) not in self.allocated:
             return (_INVALID,)
+        self._cuStreamSynchronize(0)
         memory = self.allocated.pop(int(address))
         self._on_device.pop(int(address), None)
         memory[:] = _FREED
@@ -232,19 +236,22 @@ class HostDriver:
         return [0] * count
 
     def _copy(self, to: Any, source: Any, nbytes: int, stream: Any = None) -> None:
+        self._cuStreamSynchronize(stream or 0)
         if stream is not None:
-            self._cuStreamSynchronize(stream)
             self.copies.append(int(stream))
         ctypes.memmove(int(to), int(source), nbytes)
 
-    _cuMemcpyHtoD = _cuMemcpyDtoH = _cuMemcpyDtoD = _copy
+    def _cuMemcpyHtoD(self, to: Any, source: Any, nbytes: int) -> None:
+        self._on_default.append(partial(ctypes.memmove, int(to), ctypes.string_at(int(source), nbytes), nbytes))
+
+    _cuMemcpyDtoH = _cuMemcpyDtoD = _copy
     _cuMemcpyHtoDAsync = _cuMemcpyDtoHAsync = _cuMemcpyDtoDAsync = _copy
 
     def _cuMemsetD8(self, to: int, value: int, count: int) -> None:
-        ctypes.memset(to, value, count)
+        self._on_default.append(partial(ctypes.memset, to, value, count))
 
     def _cuMemsetD8Async(self, to: int, value: int, count: int, stream: Any) -> None:
-        del stream
+        self._cuStreamSynchronize(stream)
         ctypes.memset(to, value, count)
 
     def _fill_rows(self, to: int, pitch: int, value: int, width: int, height: int, itemsize: int) -> None:
@@ -253,19 +260,19 @@ class HostDriver:
             ctypes.memmove(to + index * pitch, row, len(row))
 
     def _cuMemsetD2D8Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
-        del stream
+        self._cuStreamSynchronize(stream)
         self._fill_rows(to, pitch, value, width, height, 1)
 
     def _cuMemsetD2D16Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
-        del stream
+        self._cuStreamSynchronize(stream)
         self._fill_rows(to, pitch, value, width, height, 2)
 
     def _cuMemsetD2D32Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
-        del stream
+        self._cuStreamSynchronize(stream)
         self._fill_rows(to, pitch, value, width, height, 4)
 
     def _cuMemcpy2DAsync(self, rows: Any, stream: Any) -> None:
-        del stream
+        self._cuStreamSynchronize(stream)
         for row in range(rows.Height):
             to, source = int(rows.dstDevice) + row * rows.dstPitch, int(rows.srcDevice) + row * rows.srcPitch
             ctypes.memmove(to, source, rows.WidthInBytes)
@@ -289,6 +296,10 @@ class HostDriver:
         running = self._running.pop(int(stream), None)
         if running is not None:
             running.join()
+        if not int(stream):
+            with self._counting:
+                while self._on_default:
+                    self._on_default.pop(0)()
 
     def _cuEventSynchronize(self, event: _Handle) -> None: ...
 
@@ -388,6 +399,7 @@ class HostDriver:
         return _UPLOADING if name == b"upload" else int(name.removeprefix(b"gather_"))
 
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
+        self._cuStreamSynchronize(rest[-3])
         self.copies.append(int(rest[-3]))
         self._kernel(itemsize, rest[-1])()
 

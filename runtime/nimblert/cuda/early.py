@@ -20,7 +20,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
-from nimblert.cuda.memory import allocate, host_bytes
+from nimblert.cuda.memory import DEFAULT_STREAM, allocate, host_bytes
 
 _PTX = Path(__file__).with_name("early.ptx")
 _BLOCK = 256
@@ -96,7 +96,7 @@ class Signal:
         if first not in self._progress:
             address = allocate(self._context, _PROGRESS_NBYTES)
             call("cuMemsetD8", address, 0, _PROGRESS_NBYTES)
-            call("cuStreamSynchronize", 0)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
             self._progress[first] = address
         return self._progress[first]
 

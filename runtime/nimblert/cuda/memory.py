@@ -14,6 +14,9 @@ from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
 _ALIGNMENT = 512
 _POISON = 0xFF
 
+DEFAULT_STREAM = 0
+"""Where the driver fills memory, and copies from pageable memory. Its calls may return before: runs wait for none."""
+
 Bases: TypeAlias = Mapping[tuple[Region, int], int]
 """Device addresses of regions."""
 
@@ -27,6 +30,7 @@ def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
     base = int(context.acquire(call("cuMemAlloc", _round_up(nbytes)), "cuMemFree"))
     if poison:
         call("cuMemsetD8", base, _POISON, _round_up(nbytes))
+        call("cuStreamSynchronize", DEFAULT_STREAM)
     return base
 
 
@@ -52,11 +56,12 @@ def _uploaded(context: Context, nbytes: int, contents: Iterable[Weight]) -> int:
 
 
 def upload(base: int, contents: Iterable[Weight]) -> None:
-    """Copy tensors to their places in the region at ``base``."""
+    """Copy tensors to their places in the region at ``base``, and wait."""
     for weight in contents:
         if weight.data.nbytes:
             source = np.frombuffer(weight.data, np.uint8)
             call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
+    call("cuStreamSynchronize", DEFAULT_STREAM)
 
 
 class DeviceMemory:

@@ -6,7 +6,7 @@ import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.cuda.driver import Context, call
-from nimblert.cuda.memory import upload
+from nimblert.cuda.memory import DEFAULT_STREAM, upload
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.pools import DevicePool
 from nimblert.plan import Plan, Tensor
@@ -43,7 +43,7 @@ class DeviceState:
         lent = self._pool.take(tensor.span_nbytes, 0, is_shared=True)
         if tensor.span_nbytes:
             call("cuMemcpyDtoD", lent.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
-            call("cuStreamSynchronize", 0)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
         return DeviceOutput(
             DeviceArray(
                 address=lent.address,
@@ -68,6 +68,7 @@ class DeviceState:
         else:
             dense = np.ascontiguousarray(array)
             call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
 
     def close(self) -> None:
         """Free the memory that nobody uses."""
