@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copying import ORDERS, copying, drawn, laid_out, on_host
+from host_driver import HostDriver
 
 import nimblert
 from nimblert import InputError
@@ -79,6 +80,19 @@ def test_enqueued_calls_of_other_sizes(put: Callable[[np.ndarray], Any]) -> None
         outputs = [model.run({"x": tensor}, stream=stream)["y"] for tensor in tensors]
         model.synchronize()
         assert all(torch.equal(torch.from_dlpack(y), x) for y, x in zip(outputs, tensors, strict=True))
+
+
+@on_host
+def test_memory_used_again_is_waited_for_by_the_stream_of_the_caller(
+    put: Callable[[np.ndarray], Any], host: HostDriver
+) -> None:
+    with nimblert.load(sized(ORDERS["contiguous"], Fit.SPLIT)) as model:
+        x = put(drawn(0, (11, *REST)))
+        torch.from_dlpack(model.run({"x": x}, stream=0x77)["y"])  # and let go
+        model.synchronize()
+        host.waits.clear()
+        model.run({"x": x}, stream=0x88)
+        assert {waiting for waiting, _ in host.waits} == {0x88}
 
 
 @on_host

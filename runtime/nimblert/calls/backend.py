@@ -41,8 +41,8 @@ class Backend(Protocol):
         ``shapes`` are those of its inputs and outputs where they are smaller than the program's.
         """
 
-    def empty(self, tensor: Tensor, *, on_device: bool) -> Any:
-        """A new array for an output."""
+    def empty(self, tensor: Tensor, *, on_device: bool, stream: int | None) -> Any:
+        """A new array for an output, for a run on ``stream``, by default the context's."""
 
     def launch(self, stream: int | None) -> None:
         """Enqueue a `replay`."""

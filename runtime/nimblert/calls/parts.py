@@ -62,7 +62,7 @@ def serve(
         )
     backend = backend_of(served.first.program)
     on_device = stream is not None or any(isinstance(array, DeviceArray) for array in arrays)
-    empty = partial(backend.empty, on_device=on_device)
+    empty = partial(backend.empty, on_device=on_device, stream=stream)
     try:
         whole = {t.name: out[t.name] if t.name in out else empty(t) for t in served.outputs}
     except (MemoryError, ValueError) as exc:  # ValueError: more than an address can count

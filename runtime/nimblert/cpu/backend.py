@@ -260,9 +260,9 @@ class CpuBackend:
             return None
         return Direct(turn, self._program, self._streams, self.inputs, self.outputs, (step, alone), self._crowd)
 
-    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray:
+    def empty(self, tensor: Tensor, *, on_device: bool, stream: int | None) -> np.ndarray:
         """A new array for an output."""
-        del on_device  # all is of the host
+        del on_device, stream  # all is of the host
         return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
 
     def run(self) -> None:

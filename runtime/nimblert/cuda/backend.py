@@ -336,12 +336,12 @@ class CudaBackend:
             np.copyto(mine, view)
         return results
 
-    def empty(self, tensor: Tensor, *, on_device: bool) -> np.ndarray | DeviceArray:
-        """A new array for an output."""
+    def empty(self, tensor: Tensor, *, on_device: bool, stream: int | None) -> np.ndarray | DeviceArray:
+        """A new array for an output, for a run on ``stream``, by default the context's."""
         if not on_device:
             return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
         self._context.make_current()
-        return self._outlet.empty(tensor, self._stream)
+        return self._outlet.empty(tensor, self._stream if stream is None else stream)
 
     def run(self) -> None:
         """Upload `inputs`, replay the graph, download `outputs`, and wait."""
