@@ -251,7 +251,8 @@ class Context:
         """Have the kernels read an input from, or write an output to, an array of the caller, without a copy.
 
         The array is on the plan's device, has the strides that `inputs` or `outputs` list, and is kept alive. Runs then
-        omit a bound input and return a bound output as its array; `launch` and `replay` use what the arrays hold.
+        omit a bound input and return a bound output as its array; `launch` and `replay` use what the arrays hold, and
+        do not wait for other work on them.
         Other profiles of the entry cannot run. None restores the plan's own memory. The program's graph is rebuilt,
         which takes its time. Raises InputError.
         """
@@ -309,7 +310,7 @@ class Context:
                 return results
         handle = None if stream is None else working.stream_handle(stream)
         take = working.take if handle is None else partial(working.take, stream=handle)
-        checked = signature.check(bindings.complete(arrays), take)
+        checked = signature.check(bindings.complete(arrays, take), take)
         program = signature.exact(checked)
         bindings.check_program(program)
         chosen = signature.serve(checked) if program is None else program
@@ -341,7 +342,7 @@ class Context:
     def _choose(self, signature: Signature, arrays: Arrays) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program that takes these arrays and the bound ones in one run, and all its inputs in order."""
         bindings = self._bindings[signature.name]
-        program, checked = signature.choose(bindings.complete(arrays), self._working.take)
+        program, checked = signature.choose(bindings.complete(arrays, self._working.take), self._working.take)
         bindings.check_program(program)
         return program, checked
 

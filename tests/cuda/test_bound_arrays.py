@@ -5,11 +5,13 @@ Most tests run on a driver of host memory, too, where tensors of the CPU are sai
 
 import _thread
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from copying import ORDERS, SHAPE, copying, drawn, on_gpu
+from copying import ORDERS, SHAPE, copying, drawn, on_gpu, on_host
+from host_driver import HostDriver
 
 import nimblert
 from nimblert import Executable, InputError
@@ -56,6 +58,19 @@ def test_a_bound_output_may_also_go_to_an_array(put: Callable[[np.ndarray], Any]
         assert model.run({"x": drawn(seed)}, out={"y": mine})["y"] is mine
         for array in (mine, y):
             assert np.array_equal(torch.as_tensor(array).cpu().numpy(), drawn(seed))
+
+
+@on_host
+def test_a_run_waits_for_what_still_uses_a_bound_output(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
+        y = put(drawn(0))
+        interface = {"version": 3, "shape": SHAPE, "typestr": "<f4", "data": (y.data_ptr(), False), "stream": 0x99}
+        model.bind("y", SimpleNamespace(__cuda_array_interface__=interface))
+        host.waits.clear()
+        model.run({"x": drawn(1)})
+        model.run({"x": drawn(2)}, stream=0x77)
+        (first, _), *_ = host.waits
+        assert host.waits == [(first, 0x99), (0x77, 0x99)]
 
 
 def test_ctrl_c_comes_before_or_after_a_binding(

@@ -111,14 +111,17 @@ class Bindings:
         self.changes += 1
         self.program = program if bound else None
 
-    def complete(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arrays of a run, bound inputs included.
+    def complete(self, arrays: Mapping[str, Any], take: Take) -> Mapping[str, Any]:
+        """The arrays of a run, bound inputs included; ``take`` has it wait for what still uses bound outputs.
 
         Raises InputError where a bound input is also given, or a bound array has moved.
         """
         self.check_in_place()
         if not self._bound or not isinstance(arrays, Mapping):
             return arrays
+        for bound in self._bound.values():
+            if bound.tensor.pointer.region is Region.OUTPUT and isinstance(bound.array, DeviceArray):
+                checked_array("bind", bound.tensor, bound.value, take)
         if twice := [name for name in arrays if name in self._bound]:
             raise InputError(f"input {twice[0]!r} is bound: write into its array, or bind it to None first")
         return {**arrays, **self._side(Region.INPUT)}
