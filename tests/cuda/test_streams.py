@@ -151,6 +151,18 @@ def test_a_run_on_a_stream_of_the_caller_is_not_waited_for(put: Callable[[np.nda
         model.run({"x": x}, stream="fast")
 
 
+@on_host
+def test_the_stream_of_each_thread_is_another(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
+    """Of CU_STREAM_PER_THREAD, which has the same handle in all threads."""
+    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model, ThreadPoolExecutor(1) as other:
+        x = put(drawn(0))
+        model.run({"x": x}, stream=2)
+        for use in (lambda: model.launch(2), lambda: model.launch(2), lambda: model.run({"x": x}, stream=2)):
+            host.waits.clear()
+            other.submit(use).result()
+            assert (2, 2) in host.waits
+
+
 @on_gpu
 def test_what_is_enqueued_runs_one_after_the_other(put: Callable[[np.ndarray], Any], model: Executable) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]

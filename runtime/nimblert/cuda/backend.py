@@ -15,7 +15,7 @@ from nimblert.calls.turn import Turn
 from nimblert.cuda import driver, graph
 from nimblert.cuda.call_graphs import Recipe
 from nimblert.cuda.direct import DeviceDirect
-from nimblert.cuda.driver import Context, Handle, call
+from nimblert.cuda.driver import PER_THREAD, Context, Handle, call
 from nimblert.cuda.early import Signal
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
@@ -361,7 +361,7 @@ class CudaBackend:
         """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
         used = self._stream if stream is None else stream
         self._context.make_current()  # `_begin` in place, as above
-        if self._in_flight.stream != used:
+        if self._in_flight.stream != used or used == PER_THREAD:
             self._in_flight.precede(used)
         self._launch_graph(self._recording or self._built_recording(), used)
         self._in_flight.stream = used

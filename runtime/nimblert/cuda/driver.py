@@ -13,6 +13,7 @@ _PARAM_BUFFER_POINTER = 1  # CU_LAUNCH_PARAM_BUFFER_POINTER
 _PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
 
 NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+PER_THREAD = 2  # CU_STREAM_PER_THREAD: in each thread another stream
 
 Handle: TypeAlias = Any
 """A CUDA object of cuda.bindings (CUmodule, CUgraphNode ...), which has no types."""

@@ -8,7 +8,7 @@ from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.remembering import remembered
 from nimblert.cuda import driver
-from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
+from nimblert.cuda.driver import NO_TIMING, PER_THREAD, Context, Handle, call
 from nimblert.cuda.memory import Bases, allocate, place_working
 from nimblert.cuda.state import DeviceState
 from nimblert.errors import InputError
@@ -34,7 +34,7 @@ class InFlight:
 
     def precede(self, stream: int) -> None:
         """Make later work on ``stream`` wait for it."""
-        if self.stream is not None and self.stream != stream:
+        if self.stream is not None and (self.stream != stream or stream == PER_THREAD):
             call("cuStreamWaitEvent", stream, self.event, 0)
 
     def enqueued(self, stream: int, arrays: object) -> None:
