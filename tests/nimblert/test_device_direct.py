@@ -310,6 +310,24 @@ def test_what_a_program_writes_is_never_the_callers_input(put: Put) -> None:
 
 
 @on_host
+def test_an_output_that_the_program_overwrites_may_be_its_next_input(put: Put) -> None:
+    """Here two outputs are in one place, so that they are always written there."""
+    plan = copying((2, 8), (0, 1))
+    (program,) = plan.programs
+    (x,), (y,) = program.inputs, program.outputs
+    first, second = (replace(program.commands[0], nbytes=32, src=x.pointer, dst=y.pointer) for _ in range(2))
+    first = replace(first, src=replace(x.pointer, offset=32))
+    second = replace(second, dst=replace(y.pointer, offset=32))
+    program = replace(program, commands=(first, second), outputs=(y, replace(y, name="again")))
+    with nimblert.load(replace(plan, programs=(program,))) as model:
+        view = torch.from_dlpack(model.run({"x": put(drawn(0, (2, 8)))}, reuse_outputs=True)["y"])
+        for seed in range(80):
+            view.copy_(torch.from_numpy(drawn(seed, (2, 8))))
+            found, _ = model(view)
+            assert np.array_equal(on_the_host(found), drawn(seed, (2, 8))[::-1])
+
+
+@on_host
 def test_outputs_in_the_same_memory_or_an_inputs_are_each_an_array_of_its_own(put: Put) -> None:
     plan = copying(SHAPE, ORDERS["contiguous"])
     (program,) = plan.programs

@@ -97,7 +97,8 @@ class WholeCalls:
     def _made_in_place(self, arrays: Given, lent: Sequence[Lent | None], outlet: Outlet) -> CallGraph:
         """The program over these arrays, where its kernels may use them, and over the new memory for its outputs.
 
-        The inputs are also copied to its own memory, for `replay`.
+        The inputs are also copied to its own memory, for `replay`. One that is the program's own memory for an output,
+        which a call may have returned, is copied before.
         """
         arrivals: list[Arrival] = []
         beside: list[graph.Step] = []
@@ -108,8 +109,10 @@ class WholeCalls:
             for may_move, shape, tensor in zip(outputs, outlet.shapes, self._program.outputs, strict=True)
         ]
         elsewhere, copied = self._split(addresses(lent), outputs)
+        own = [(self._memory.address(tensor.pointer), tensor.span_nbytes) for tensor in self._program.outputs]
         for tensor, may_move, (mover, address), move in zip(self._program.inputs, inputs, arrays, moves, strict=True):
-            if may_move and mover.is_copy and address % VECTOR_NBYTES == 0:
+            is_own = any(at < address + tensor.span_nbytes and address < at + nbytes for at, nbytes in own)
+            if may_move and mover.is_copy and address % VECTOR_NBYTES == 0 and not is_own:
                 elsewhere[Region.INPUT, tensor.pointer.index] = address
                 beside += move.steps
             else:
