@@ -3,6 +3,7 @@
 Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
 """
 
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from copying import ORDERS, SHAPE, copying, drawn, on_gpu, on_host
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import Arena, Executable, InputError
+from nimblert import Arena, CudaError, Executable, InputError
 from nimblert.cuda import driver
 
 pytest_plugins = ("gpu_memory",)
@@ -93,6 +94,26 @@ def test_plans_share_an_arena(put: object) -> None:
                 assert np.array_equal(model(x), x)
         for model in models:
             model.close()
+
+
+@on_host
+def test_nothing_is_left_where_memory_ends(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
+    """At whichever call of the driver that may need it."""
+    plan, x = copying(SHAPE, ORDERS["odd"]), drawn(0)
+    errors = 0
+    for host.fails_in in range(1, 100):
+        try:
+            with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as model, model.context() as context:
+                for value in (x, put(x)):
+                    model(value)
+                    context(value)
+        except CudaError as exc:
+            errors += 1
+            assert exc.result == "CUDA_ERROR_OUT_OF_MEMORY"
+        gc.collect()
+        assert (host.allocated, host.references.total()) == ({}, 0)
+    assert errors > 40
+    assert host.fails_in
 
 
 @on_gpu

@@ -194,7 +194,11 @@ class Pools:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.host = PageLockedPool(Context(ordinal))
-        self.device = DevicePool(Context(ordinal))
+        try:
+            self.device = DevicePool(Context(ordinal))
+        except BaseException:
+            self.host.close()
+            raise
 
     def close(self) -> None:
         """Close both pools."""

@@ -70,8 +70,12 @@ class DeviceArena:
     def __init__(self, nbytes: int, device: int) -> None:
         driver.initialise()
         self._context = Context(device)
-        self.address = allocate(self._context, nbytes)
-        self.in_flight = InFlight(self._context)
+        try:
+            self.address = allocate(self._context, nbytes)
+            self.in_flight = InFlight(self._context)
+        except BaseException:
+            self._context.close()
+            raise
 
     def close(self) -> None:
         """Free it; the contexts that use it must be closed."""
