@@ -100,7 +100,7 @@ def test_plans_share_an_arena(put: object) -> None:
 def test_nothing_is_left_where_memory_ends(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     """At whichever call of the driver that may need it."""
     plan, x = copying(SHAPE, ORDERS["odd"]), drawn(0)
-    errors = 0
+    results = []
     for host.fails_in in range(1, 100):
         try:
             with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as model, model.context() as context:
@@ -108,12 +108,11 @@ def test_nothing_is_left_where_memory_ends(put: Callable[[np.ndarray], Any], hos
                     model(value)
                     context(value)
         except CudaError as exc:
-            errors += 1
-            assert exc.result == "CUDA_ERROR_OUT_OF_MEMORY"
+            results.append(exc.result)
         gc.collect()
         assert (host.allocated, host.references.total()) == ({}, 0)
-    assert errors > 40
-    assert host.fails_in
+    assert set(results) == {"CUDA_ERROR_OUT_OF_MEMORY"}
+    assert 40 < len(results) < 99
 
 
 @on_gpu
