@@ -37,7 +37,8 @@ def test_an_array_comes_by_its_capsule(dtype: str) -> None:
     producer = Producer(array)
     assert device_arrays.place(producer) == ("cuda", 1)
     found = device_arrays.take(producer, 77)
-    assert producer.streams == [77]
+    device_arrays.take(producer, 0)
+    assert producer.streams == [77, 1]
     assert (found.address, found.dtype, found.shape) == (array.ctypes.data, dtype, (5, 2, 4))
     assert found.strides == (1, 20, 5)
     assert found.stream is None
@@ -105,7 +106,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
         "typestr": (None, 4, "", "f4,f4", "(2,", "S", "<q2", "V99999999999", "V" + "9" * 5000),
         "shape": (6, None, (2, 3.0), "23", ((2, 3),)),
         "strides": (4, (12, 4.0), "ab"),
-        "stream": ("1", 1.5),
+        "stream": ("1", 1.5, -1, 1 << 64),
     }.items()
     for value in values
 }

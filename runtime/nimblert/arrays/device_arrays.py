@@ -21,6 +21,9 @@ from nimblert.plan import ITEM_NBYTES
 _CPU, _PAGE_LOCKED = 1, 3
 """DLPack's kinds of device for host memory."""
 
+_LEGACY = 1
+"""DLPack's number of the legacy default stream, which CUDA calls 0, too."""
+
 _TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
 """Byte order, kind, bytes."""
 
@@ -111,7 +114,7 @@ def take(value: Any, stream: int) -> DeviceArray:
     if not hasattr(value, "__dlpack__"):
         return _of_interface(value.__cuda_array_interface__, value)
     try:
-        capsule = value.__dlpack__(stream=stream)
+        capsule = value.__dlpack__(stream=stream or _LEGACY)
         return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
     except dlpack.REFUSALS as exc:
         raise _not_exported(exc) from exc
@@ -141,7 +144,7 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
         strides=tuple(stride // dtype.itemsize for stride in nbytes),
         device=-1,
         read_only=read_only,
-        stream=None if interface.get("stream") is None else _entry(interface, "stream", index),
+        stream=None if interface.get("stream") is None else _entry(interface, "stream", _stream),
         owner=owner,
     )
 
@@ -163,6 +166,12 @@ def _address(data: Any) -> tuple[int, bool]:
     if not 0 <= index(address) < 1 << 64:
         raise ValueError("no address has so many bits")
     return index(address), bool(read_only)
+
+
+def _stream(handle: Any) -> int:
+    if not 0 <= index(handle) < 1 << 64:
+        raise ValueError("no handle has so many bits")
+    return index(handle)
 
 
 def _dtype(typestr: Any) -> np.dtype:
