@@ -5,6 +5,7 @@ Most tests run on a driver of host memory, too, where tensors of the CPU are sai
 
 import gc
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,30 @@ def test_an_output_goes_to_a_tensor(put: Callable[[np.ndarray], Any], model: Exe
     view = torch.from_dlpack(model.run({"x": x}, reuse_outputs=True)["y"])
     model(drawn(9))
     assert np.array_equal(view.cpu().numpy(), drawn(9))
+
+
+@on_host
+def test_an_output_goes_to_an_array_whose_axes_run_backwards(host: HostDriver) -> None:
+    shape = (4, 3, 5)
+    with nimblert.load(copying(shape, (1, 0, 2))) as model:
+        for steps in product((1, -1, 2), repeat=3):
+            room = np.zeros([size * abs(step) for size, step in zip(shape, steps, strict=True)], np.float32)
+            mine = room[tuple(slice(None, None, step) for step in steps)]
+            model.run({"x": drawn(1, shape)}, out={"y": SimpleNamespace(__cuda_array_interface__=interface(mine))})
+            assert np.array_equal(mine, drawn(1, shape))
+            assert (room != 0).sum() == (drawn(1, shape) != 0).sum()
+    del host
+
+
+def test_an_output_of_no_elements_goes_to_an_array(put: Callable[[np.ndarray], Any]) -> None:
+    with nimblert.load(copying((0, 3), (1, 0))) as model:
+        mine = put(np.zeros(1, np.float32)).new_zeros((0, 3))  # with other strides than numpy's
+        assert model.run({"x": put(drawn(1, (0, 3)))}, out={"y": mine})["y"] is mine
+
+
+def interface(array: np.ndarray) -> dict[str, Any]:
+    """The CUDA array interface of an array of numpy."""
+    return {**array.__array_interface__, "strides": array.strides}
 
 
 def test_bfloat16(put: Callable[[np.ndarray], Any]) -> None:

@@ -418,10 +418,13 @@ class HostDriver:
         del module
         return _UPLOADING if name == b"upload" else int(name.removeprefix(b"gather_"))
 
-    def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> None:
+    def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> Any:
+        if not rest[0]:  # blocks
+            return (_INVALID,)
         self._cuStreamSynchronize(rest[-3])
         self.copies.append(int(rest[-3]))
         self._kernel(itemsize, rest[-1])()
+        return None
 
     def _kernel(self, function: int, packed: int) -> Callable[[], None]:
         extra = (ctypes.c_uint64 * 5).from_address(packed)

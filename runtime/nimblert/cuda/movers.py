@@ -108,16 +108,22 @@ class RowMover(Mover):
     """Copies from strides ``source`` to strides ``to``, in elements, by 2D copies: few where rows are contiguous."""
 
     def __init__(self, shape: Sequence[int], to: Sequence[int], source: Sequence[int], itemsize: int) -> None:
-        axes = sorted(zip(to, source, shape, strict=True), reverse=True)
+        given = [axis for axis in zip(to, source, shape, strict=True) if axis[2] != 1]
+        backward = [axis for axis in given if axis[0] < 0]  # from whose last elements the copies begin
+        to_first, source_first = (sum(axis[side] * (axis[2] - 1) for axis in backward) for side in (0, 1))
+        axes = sorted(((-a, -b, size) if a < 0 else (a, b, size) for a, b, size in given), reverse=True)
         width = 1
         while axes and axes[-1][:2] == (width, width):
             width *= axes.pop()[2]
-        to_pitch, source_pitch, height = axes.pop() if axes else (width, width, 1)
+        rows = next((axis for axis in reversed(axes) if min(axis[:2]) >= width), None)
+        if rows is not None:
+            axes.remove(rows)
+        to_pitch, source_pitch, height = rows or (width, width, 1)
         self._rows = graph.Rows(width * itemsize, height, to_pitch * itemsize, source_pitch * itemsize)
         self._offsets = [
             (
-                itemsize * sum(i * stride for i, (stride, _, _) in zip(at, axes, strict=True)),
-                itemsize * sum(i * stride for i, (_, stride, _) in zip(at, axes, strict=True)),
+                itemsize * (to_first + sum(i * stride for i, (stride, _, _) in zip(at, axes, strict=True))),
+                itemsize * (source_first + sum(i * stride for i, (_, stride, _) in zip(at, axes, strict=True))),
             )
             for at in product(*(range(size) for _, _, size in axes))
         ]

@@ -293,6 +293,8 @@ class Outlet:
 
     def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
         """Enqueue the copy of an output to a caller's array on the device."""
+        if not self._nbytes[index]:
+            return
         tensor, address = self._tensors[index], self._addresses[index]
         itemsize = ITEM_NBYTES[tensor.dtype]
         gather = layouts.gather(out.shape, out.strides, tensor.strides)
