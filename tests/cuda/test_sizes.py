@@ -83,6 +83,28 @@ def test_enqueued_calls_of_other_sizes(put: Callable[[np.ndarray], Any]) -> None
 
 
 @on_host
+@pytest.mark.parametrize("rows", [5, 11])
+def test_readers_on_other_streams_wait_for_what_is_enqueued(host: HostDriver, rows: int) -> None:
+    """Also for a call that is several runs, and for a call of another plan."""
+    plan = sized(ORDERS["contiguous"], Fit.SPLIT)
+    with nimblert.load(plan) as first, nimblert.load(plan) as second:
+        output: Any = first.run({"x": drawn(1, (rows, *REST))}, stream=0x77)["y"]
+        host.waits.clear()
+        for stream in (0x88, 1, None, 0x77, -1):
+            output.__dlpack__(stream=stream)
+        assert host.waits == [(0x88, 0x77), (1, 0x77), (1, 0x77)]
+        assert output.__cuda_array_interface__["stream"] == 1
+        assert host.waits[3:] == [(1, 0x77)]
+        second(output)
+        assert host.waits[-1][1] == 0x77
+        first.synchronize()
+        host.waits.clear()
+        output.__dlpack__(stream=0x88)
+    output.__dlpack__(stream=0x88)
+    assert host.waits == []
+
+
+@on_host
 def test_memory_used_again_is_waited_for_by_the_stream_of_the_caller(
     put: Callable[[np.ndarray], Any], host: HostDriver
 ) -> None:

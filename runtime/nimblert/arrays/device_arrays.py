@@ -23,6 +23,8 @@ _CPU, _PAGE_LOCKED = 1, 3
 
 _LEGACY = 1
 """DLPack's number of the legacy default stream, which CUDA calls 0, too."""
+_NO_STREAM = -1
+"""That of a consumer that wants no stream to wait."""
 
 _TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
 """Byte order, kind, bytes."""
@@ -35,7 +37,8 @@ class DeviceArray:
     """An array in memory of a GPU, which ``owner`` keeps alive; ``strides`` are in elements.
 
     ``stream`` is a stream that may still write it: 1 and 2 are the legacy default stream and the thread's. None where
-    it is written, or where the stream that is to read it waits already.
+    it is written, or where the stream that is to read it waits already. ``precede`` makes a stream wait for what writes
+    an output of ours; None where it is written.
     """
 
     address: int
@@ -45,6 +48,7 @@ class DeviceArray:
     device: int
     read_only: bool = False
     stream: int | None = None
+    precede: Callable[[int], None] | None = None
     owner: Any = None
 
     @property
@@ -188,8 +192,8 @@ def _numbers(given: Any) -> tuple[int, ...]:
 class DeviceOutput:
     """An output in memory of a GPU, for `torch.from_dlpack`, `cupy.from_dlpack` or `jax.dlpack.from_dlpack`.
 
-    It is complete when it is returned, unless the run was given a stream. For an output on the host, give `Context.run`
-    a numpy array in ``out``.
+    It is complete when it is returned, unless the run was given a stream; then the stream of who reads it waits. For an
+    output on the host, give `Context.run` a numpy array in ``out``.
     """
 
     def __init__(self, array: DeviceArray) -> None:
@@ -219,11 +223,12 @@ class DeviceOutput:
 
         Raises BufferError where a copy or another device is asked for, as the array API standard says.
         """
-        del stream  # complete, or written in the order of the caller's stream
         del max_version  # every consumer reads the first
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("an output on a GPU is exported as it is: have the other library copy it")
         array = self._given()
+        if array.precede is not None and stream != _NO_STREAM:
+            array.precede(_LEGACY if stream is None else stream)
         found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
         return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
 
@@ -233,13 +238,16 @@ class DeviceOutput:
         if self.dtype == "bfloat16":
             raise AttributeError("the CUDA array interface has no bfloat16: use DLPack")
         itemsize = ITEM_NBYTES[self.dtype]
+        array = self._given()
+        if array.precede is not None:
+            array.precede(_LEGACY)
         return {
             "version": 3,
             "shape": self.shape,
             "typestr": numpy_dtype(self.dtype).str,
-            "data": (self._given().address, False),
+            "data": (array.address, False),
             "strides": tuple(stride * itemsize for stride in self.strides),
-            "stream": None,
+            "stream": None if array.precede is None else _LEGACY,
         }
 
     def _given(self) -> DeviceArray:

@@ -322,9 +322,8 @@ class CudaBackend:
                 elif tensor.name in self._bound:
                     continue
                 elif on_device or stream is not None:
-                    results[tensor.name] = outlet.to_device(
-                        index, used, reuse=reuse_outputs, is_waited_for=stream is None
-                    )
+                    precede = None if stream is None else self._in_flight.precede_reader
+                    results[tensor.name] = outlet.to_device(index, used, reuse=reuse_outputs, precede=precede)
                 else:
                     results[tensor.name] = outlet.to_host(index, used, reuse=reuse_outputs)
         finally:  # whatever happened, the arrays are the caller's again
@@ -341,7 +340,9 @@ class CudaBackend:
         if not on_device:
             return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
         self._context.make_current()
-        return self._outlet.empty(tensor, self._stream if stream is None else stream)
+        if stream is None:
+            return self._outlet.empty(tensor, self._stream, None)
+        return self._outlet.empty(tensor, stream, self._in_flight.precede_reader)
 
     def run(self) -> None:
         """Upload `inputs`, replay the graph, download `outputs`, and wait."""

@@ -303,16 +303,18 @@ class Outlet:
         else:
             RowMover(out.shape, out.strides, tensor.strides, itemsize).move(out.address, address, stream)
 
-    def to_device(self, index: int, stream: Handle, *, reuse: bool, is_waited_for: bool) -> DeviceOutput:
+    def to_device(
+        self, index: int, stream: Handle, *, reuse: bool, precede: Callable[[int], None] | None
+    ) -> DeviceOutput:
         """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory.
 
-        ``is_waited_for``: whether the caller gets the output once ``stream`` has ended.
+        ``precede``: see `DeviceArray`; None where the caller gets the output once ``stream`` has ended.
         """
         lent, nbytes = None, self._nbytes[index]
         if not reuse and nbytes:
-            lent = self._pools.device.take(nbytes, stream, is_shared=not is_waited_for)
+            lent = self._pools.device.take(nbytes, stream, is_shared=precede is not None)
             call("cuMemcpyDtoDAsync", lent.address, self._addresses[index], nbytes, stream)
-        return self._output(index, self._tensors[index], lent)
+        return self._output(index, self._tensors[index], lent, precede)
 
     def lend_host(self) -> list[Lent | None]:
         """New page-locked memory for each output; None for a small one, which uses the program's own."""
@@ -375,23 +377,33 @@ class Outlet:
             results[tensor.name] = self._output(index, tensor, memory)
         return results
 
-    def _output(self, index: int, tensor: Tensor, lent: Lent | None) -> DeviceOutput:
+    def _output(
+        self, index: int, tensor: Tensor, lent: Lent | None, precede: Callable[[int], None] | None = None
+    ) -> DeviceOutput:
         """An output in lent memory, or in the program's own."""
         address = self._addresses[index] if lent is None else lent.address
-        return DeviceOutput(self._array(tensor, tensor.strides, address, lent))
+        return DeviceOutput(self._array(tensor, tensor.strides, address, lent, precede))
 
-    def empty(self, tensor: Tensor, stream: Handle) -> DeviceArray:
-        """A new array for an output, C-contiguous."""
+    def empty(self, tensor: Tensor, stream: Handle, precede: Callable[[int], None] | None) -> DeviceArray:
+        """A new array for an output, C-contiguous; ``precede`` as in `to_device`."""
         lent = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream, is_shared=True)
-        return self._array(tensor, layouts.dense_strides(tensor.shape), lent.address, lent)
+        return self._array(tensor, layouts.dense_strides(tensor.shape), lent.address, lent, precede)
 
-    def _array(self, tensor: Tensor, strides: tuple[int, ...], address: int, owner: Lent | None) -> DeviceArray:
+    def _array(
+        self,
+        tensor: Tensor,
+        strides: tuple[int, ...],
+        address: int,
+        owner: Lent | None,
+        precede: Callable[[int], None] | None,
+    ) -> DeviceArray:
         return DeviceArray(
             address=address,
             dtype=tensor.dtype,
             shape=tensor.shape,
             strides=strides,
             device=self._pools.ordinal,
+            precede=precede,
             owner=owner,
         )
 

@@ -25,6 +25,7 @@ class InFlight:
     """
 
     def __init__(self, context: Context) -> None:
+        self._make_current = context.make_current
         self.event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
         """Recorded after the work, by `enqueued` or by a node of the graph that was launched."""
         self._record = partial(driver.function("cuEventRecord"), self.event)
@@ -36,6 +37,12 @@ class InFlight:
         """Make later work on ``stream`` wait for it."""
         if self.stream is not None and (self.stream != stream or stream == PER_THREAD):
             call("cuStreamWaitEvent", stream, self.event, 0)
+
+    def precede_reader(self, stream: int) -> None:
+        """As `precede`, on a stream of another library, in any thread and also once this is closed."""
+        if self.stream is not None:
+            self._make_current()
+            self.precede(stream)
 
     def enqueued(self, stream: int, arrays: object) -> None:
         """Track the work enqueued on ``stream`` so far; ``arrays`` are kept alive until it has ended."""
