@@ -97,6 +97,36 @@ def test_plans_share_an_arena(put: object) -> None:
 
 
 @on_host
+@pytest.mark.parametrize(
+    "use",
+    [lambda model, x: model.run({"x": x}, stream=0x88), lambda model, _: model.launch(0x88)],
+    ids=["run", "launch"],
+)
+def test_what_is_enqueued_while_another_context_waits_is_waited_for(
+    put: Callable[[np.ndarray], Any], host: HostDriver, use: Callable[[Any, Any], object]
+) -> None:
+    x, plan = put(drawn(0)), copying(SHAPE, ORDERS["odd"])
+    with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as one, one.context(arena=arena) as other:
+        other(x)
+        one.run({"x": x}, stream=0x77)
+        enqueued = threading.Thread(target=use, args=(other, x))
+        waited = host._cuEventSynchronize
+
+        def enqueue(event: Any) -> None:
+            waited(event)
+            if not enqueued.ident:
+                enqueued.start()
+                enqueued.join(0.2)
+
+        host.cuEventSynchronize = lambda event: (host.CUresult.CUDA_SUCCESS, enqueue(event))
+        one.synchronize()
+        enqueued.join()
+        host.waits.clear()
+        one.launch(0x99)
+        assert (0x99, 0x88) in host.waits
+
+
+@on_host
 def test_nothing_is_left_where_memory_ends(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     """At whichever call of the driver that may need it."""
     plan, x = copying(SHAPE, ORDERS["odd"]), drawn(0)

@@ -365,7 +365,11 @@ class CudaBackend:
         if self._in_flight.stream != used or used == PER_THREAD:
             self._in_flight.precede(used)
         self._launch_graph(self._recording or self._built_recording(), used)
-        self._in_flight.stream = used
+        if self._in_flight.is_shared:
+            with self._in_flight.tracking:
+                self._in_flight.stream = used
+        else:
+            self._in_flight.stream = used
 
     def _built_recording(self) -> Handle:
         """The graph with a node that records the event of the work in flight, which saves the host a call."""

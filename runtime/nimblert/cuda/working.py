@@ -21,10 +21,11 @@ _MOST_KEPT = 64
 class InFlight:
     """The work in a memory that was enqueued without waiting; the next user of the memory waits for it.
 
-    Its event is destroyed with ``context``.
+    Its event is destroyed with ``context``. ``is_shared``: several contexts use the memory, perhaps in several threads.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
         self._make_current = context.make_current
         self.event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
         """Recorded after the work, by `enqueued` or by a node of the graph that was launched."""
@@ -32,6 +33,8 @@ class InFlight:
         self.stream: int | None = None
         """The stream of the work; None where there is none."""
         self._kept: list[object] = []
+        self.tracking = threading.RLock()
+        """Held while ``stream`` is set, where the memory is shared."""
 
     def precede(self, stream: int) -> None:
         """Make later work on ``stream`` wait for it."""
@@ -49,15 +52,17 @@ class InFlight:
         if len(self._kept) >= _MOST_KEPT:
             call("cuEventSynchronize", self.event)
             self._kept.clear()
-        self._record(stream)
-        self.stream = stream
-        self._kept.append(arrays)
+        with self.tracking:
+            self._record(stream)
+            self.stream = stream
+            self._kept.append(arrays)
 
     def wait(self) -> None:
         """Wait until it has ended."""
         if self.stream is not None:
-            call("cuEventSynchronize", self.event)
-            self.ended()
+            with self.tracking:
+                call("cuEventSynchronize", self.event)
+                self.ended()
 
     def ended(self) -> None:
         """Note that it has ended."""
@@ -67,8 +72,9 @@ class InFlight:
     def close(self) -> None:
         """Wait for it, ignoring errors: after a kernel has failed, the driver refuses every call."""
         if self.stream is not None:
-            driver.bindings().cuEventSynchronize(self.event)
-            self.ended()
+            with self.tracking:
+                driver.bindings().cuEventSynchronize(self.event)
+                self.ended()
 
 
 class DeviceArena:
@@ -79,7 +85,7 @@ class DeviceArena:
         self._context = Context(device)
         try:
             self.address = allocate(self._context, nbytes)
-            self.in_flight = InFlight(self._context)
+            self.in_flight = InFlight(self._context, is_shared=True)
         except BaseException:
             self._context.close()
             raise
