@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from cuda.bindings.driver import CUresult
 from host_driver import HostDriver
 
 from nimblert.cuda import driver
+from nimblert.cuda.driver import Context
 from nimblert.cuda.pools import DevicePool, Lent, Pools
 
 SIZES = 64, 128
@@ -57,6 +59,28 @@ def test_a_block_outlives_its_pool(host: HostDriver) -> None:
     assert len(host.allocated) == before + 1
     del kept
     assert len(host.allocated) == before
+
+
+def test_a_block_that_is_freed_leaves_another_gpu_current(host: HostDriver) -> None:
+    pools = Pools(1)
+    kept = pools.device.take(64, 0, is_shared=True)
+    pools.close()
+    Context(0).make_current()
+    del kept
+    assert host.current_device == 0
+    assert not host.allocated
+
+
+def test_a_block_may_end_in_a_forked_process(host: HostDriver) -> None:
+    """Where CUDA refuses every call."""
+    pools = Pools(0)
+    kept = pools.device.take(64, 0, is_shared=True)
+    for name in ("cuCtxGetCurrent", "cuCtxSetCurrent", "cuCtxRecordEvent", "cuMemFree", "cuEventDestroy"):
+        host.failing[name] = CUresult.CUDA_ERROR_NOT_INITIALIZED
+    failed: list[object] = []
+    with patch("sys.unraisablehook", failed.append):
+        del kept
+    assert failed == []
 
 
 class Closing(list[Any]):

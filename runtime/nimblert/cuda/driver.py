@@ -1,8 +1,8 @@
 """The CUDA driver: the one module that imports its bindings, and the checks of its results."""
 
 import ctypes
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -138,6 +138,16 @@ class Context:
             stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
             self.make_current()
             self._stack = stack.pop_all()
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """This context for the block, and then the thread's former one again; errors are ignored, as by `_release`."""
+        before = bindings().cuCtxGetCurrent()[1]
+        _release("cuCtxSetCurrent", self.handle)
+        try:
+            yield
+        finally:
+            _release("cuCtxSetCurrent", before)
 
     def acquire(self, handle: Handle, release: str) -> Handle:
         """Own a ``handle``: the driver function ``release`` is called with it when the context closes."""

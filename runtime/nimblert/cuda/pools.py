@@ -74,10 +74,13 @@ class _Pool:
                 self._end(block)
 
     def _end(self, block: Any) -> None:
-        """Free a block that nobody else has: until it is counted as gone, the context lives."""
-        self._context.make_current()
-        self._release(block)
-        self._gone()
+        """Free a block that nobody else has: until it is counted as gone, the context lives.
+
+        A finalizer may do so anywhere in the caller's program, also in a forked process.
+        """
+        with self._context.within():
+            self._release(block)
+            self._gone()
 
     def _gone(self) -> None:
         """Count a block that was freed; with the last one the context is closed, once."""
