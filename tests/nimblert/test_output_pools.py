@@ -13,6 +13,7 @@ from host_driver import HostDriver
 from nimblert.cuda import driver
 from nimblert.cuda.driver import Context
 from nimblert.cuda.pools import DevicePool, Lent, Pools
+from nimblert.errors import CudaError
 
 SIZES = 64, 128
 
@@ -48,6 +49,31 @@ def test_no_block_is_lost_or_lent_twice(host: HostDriver, seed: int) -> None:
     assert len(host.allocated) > before
     pools.close()
     assert len(host.allocated) == before
+
+
+def test_where_memory_ends_free_blocks_of_other_sizes_are_given_up(
+    host: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that is called with ever other sizes has blocks of all of them."""
+    pools = Pools(0)
+    before, allocate = len(host.allocated), HostDriver._allocate
+
+    def limited(self: HostDriver, nbytes: int) -> Any:
+        return allocate(self, nbytes) if len(host.allocated) < before + 3 else (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+
+    monkeypatch.setattr(HostDriver, "_allocate", limited)
+    monkeypatch.setattr(HostDriver, "_cuMemAlloc", limited)
+    for pool in (pools.device, pools.host):
+        kept = pool.take(64, 0, is_shared=False)
+        for nbytes in range(65, 80):
+            pool.take(nbytes, 0, is_shared=False)
+        held = [kept, pool.take(81, 0, is_shared=False), pool.take(82, 0, is_shared=False)]
+        with pytest.raises(CudaError, match="not enough free memory"):
+            pool.take(83, 0, is_shared=False)
+        held.clear()
+        del kept
+        pool.close()
+        assert len(host.allocated) == before
 
 
 def test_a_block_outlives_its_pool(host: HostDriver) -> None:

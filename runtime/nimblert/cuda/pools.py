@@ -49,7 +49,11 @@ class _Pool:
                 raise InputError("this plan is closed: load it again")
             self._count += 1
         try:
-            return self._new(nbytes)
+            try:
+                return self._new(nbytes)
+            except CudaError:
+                self._drain()  # blocks of other sizes may hold the memory
+                return self._new(nbytes)
         except BaseException:
             self._gone()
             raise
