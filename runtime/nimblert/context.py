@@ -144,7 +144,7 @@ class Context:
         """Run an entry on arrays by input name, and return the outputs by name, in the plan's order.
 
         Outputs in ``out`` are written into the arrays given there. The others are new arrays, or with
-        ``reuse_outputs`` views of memory that the next run overwrites, which saves a copy.
+        ``reuse_outputs`` views of memory that the next run overwrites, which saves a copy; on a GPU `close` frees it.
 
         On a GPU ``stream`` is a stream of the caller, given by its handle or ``__cuda_stream__``: the run is enqueued
         on it, and this returns without waiting. Outputs are on the device, and written in the order of the stream.
