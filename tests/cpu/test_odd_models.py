@@ -1,12 +1,13 @@
 """Models at the edges of what ONNX allows, on the CPU target, against ONNX Runtime."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_model
-from onnx import TensorProto, helper
+from onnx import GraphProto, NodeProto, TensorProto, helper
 
 import nimblec
 from nimblec.errors import CompileError, UnsupportedModelError
@@ -235,6 +236,46 @@ def test_scans_in_branches_are_along_first_axes(path: Path, axis: int) -> None:
     else:
         with pytest.raises(UnsupportedModelError, match="Scan: is in the body of a loop or branch"):
             plan_file(path)
+
+
+def _step(inputs: str, nodes: Sequence[NodeProto], outputs: str) -> GraphProto:
+    """A body of scalars: "i" is an integer, "go" is a condition."""
+    types = {"i": INT64, "go": TensorProto.BOOL}
+    given, made = (
+        [helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), ()) for name in names.split()]
+        for names in (inputs, outputs)
+    )
+    return helper.make_graph(nodes, "body", given, made)
+
+
+def test_branches_may_return_one_value_twice(path: Path) -> None:
+    """ONNX Runtime writes one of the two."""
+    then, other = (_step("", [node(operator, ["x"], ["r"])], "r r") for operator in ("Tanh", "Neg"))
+    branch = node("If", ["c"], ["y", "z"], then_branch=then, else_branch=other)
+    write_model(path, [branch], [floats("x"), ("c", TensorProto.BOOL, ())], [floats("y"), floats("z")])
+    assert run_plan(plan_file(path), {"x": np.array(2, np.float32), "c": np.array(False)}) == [-2, -2]
+
+
+def test_scans_may_return_what_they_read_and_one_value_twice(path: Path) -> None:
+    """ONNX Runtime leaves such outputs as their memory was."""
+    body = _step("s v", [node("Add", ["s", "v"], ["t"])], "t v t t s")
+    scan = node("Scan", ["first", "x"], ["last", "a", "b", "c", "d"], body=body, num_scan_inputs=1)
+    outputs = [floats("last"), *(floats(name, 3) for name in "abcd")]
+    write_model(path, [scan], [floats("first"), floats("x", 3)], outputs)
+    x = np.array([1, 2, 3], np.float32)
+    results = run_plan(plan_file(path), {"first": np.zeros((), np.float32), "x": x})
+    assert [result.tolist() for result in results] == [6, [1, 2, 3], [1, 3, 6], [1, 3, 6], [0, 1, 3]]
+
+
+def test_loops_may_return_the_number_of_their_iteration(path: Path) -> None:
+    """ONNX Runtime gives the last for all."""
+    body = _step("i go s", [node("Add", ["s", "s"], ["t"])], "go t i")
+    constants = {"n": np.array(3), "yes": np.array(True)}
+    loop = node("Loop", ["n", "yes", "x"], ["y", "all"], body=body)
+    write_model(path, [loop], [floats("x")], [floats("y"), ("all", INT64, (3,))], constants=constants)
+    last, numbers = run_plan(plan_file(path), {"x": np.ones((), np.float32)})
+    assert last == 8
+    assert numbers.tolist() == [0, 1, 2]
 
 
 def test_operands_left_out_by_name_at_the_end_are_dropped_for_the_reference_too(path: Path) -> None:

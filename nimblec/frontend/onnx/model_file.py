@@ -17,7 +17,14 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoPr
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx.external_data import check_external_data, read_external_data
 from nimblec.frontend.onnx.functions import check_functions
-from nimblec.frontend.onnx.model_nodes import drop_omitted_tails, node_name, nodes, plain_domain, subgraphs
+from nimblec.frontend.onnx.model_nodes import (
+    copy_returned_inputs,
+    drop_omitted_tails,
+    node_name,
+    nodes,
+    plain_domain,
+    subgraphs,
+)
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -104,6 +111,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     check_functions(model)
     check_external_data(model, path)
     drop_omitted_tails(model)
+    copy_returned_inputs(model)
     if external_data:
         read_external_data(model, path.parent)
     return model

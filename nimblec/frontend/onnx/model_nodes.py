@@ -1,8 +1,9 @@
 """The nodes of an ONNX model: what is inside them, what they read, and how messages name them."""
 
 from collections.abc import Iterator
+from itertools import count
 
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
 
 
 def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
@@ -79,6 +80,32 @@ def drop_omitted_tails(model: ModelProto) -> None:
             for names in (node.input, node.output):
                 while names and not names[-1] and not subgraphs(node):
                     names.pop()
+
+
+def copy_returned_inputs(model: ModelProto) -> None:
+    """Have bodies return copies of their inputs, and of values that they return twice.
+
+    ONNX Runtime leaves such outputs of a branch or scan unwritten, and a loop's iteration number is its last for all.
+    """
+    graphs = (model.graph, *model.functions)
+    taken = {name for graph in graphs for node in nodes(graph) for name in (*node.input, *node.output)}
+    for graph in graphs:
+        for node in nodes(graph):
+            for body in subgraphs(node):
+                _copy_returned_inputs(body, taken, is_loop=node.op_type == "Loop")
+
+
+def _copy_returned_inputs(body: GraphProto, taken: set[str], *, is_loop: bool) -> None:
+    """``taken`` are names that copies must not have. A loop copies all but its first input itself."""
+    inputs = {value.name for value in (body.input[:1] if is_loop else body.input)}
+    returned: set[str] = set()
+    for value in body.output:
+        old = value.name
+        if old in inputs or (old in returned and not is_loop):
+            value.name = next(name for i in count(1) if (name := f"{old}_copy_{i}") not in taken)
+            body.node.append(helper.make_node("Identity", [old], [value.name]))
+            taken.add(value.name)
+        returned.add(old)
 
 
 def plain_domain(name: str) -> str:
