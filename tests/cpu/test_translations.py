@@ -62,6 +62,16 @@ def test_what_a_mask_chooses_gets_values_in_their_order() -> None:
     agree(model, (ROWS, values), (-ROWS, -values), (ROWS.abs(), values), (torch.zeros(3, 3), values))
 
 
+def test_a_check_of_all_values() -> None:
+    """That a model for images and text has of its placeholders."""
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        torch._check_tensor_all(x > -100)
+        return x + 1, (x > 0)._is_all_true(), (x > 0)._is_any_true()
+
+    agree(model, (ROWS,), (ROWS.abs(),), (-ROWS.abs(),))
+
+
 @pytest.mark.parametrize("include_self", [True, False])
 def test_a_reduction_that_is_scattered(include_self: bool) -> None:
     """Below zero without a bound, and at places that come twice, unlike those of the example."""

@@ -132,6 +132,8 @@ COMMON: dict[Any, Any] = {
     aten.matmul.default: matmul,
     aten.mv.default: matmul,
     aten.lstm.input: lstm,
+    aten._is_all_true.default: core.aten_all,  # of torch._check_tensor_all
+    aten._is_any_true.default: core.aten_any,
 }
 """For any model."""
 
