@@ -259,6 +259,19 @@ def test_values_are_clamped_to_several_constant_bounds() -> None:
     agree(model, (torch.randn(2, 8),), (2 * torch.randn(2, 8),))
 
 
+def test_a_number_less_integers() -> None:
+    """As 1.0 less a mask is."""
+    mask = torch.tensor([[1, 0], [1, 1]])
+    differences = [
+        lambda mask: 1.0 - mask,
+        lambda mask: 1.0 - mask.double(),
+        lambda mask: (1.0 - mask.int()) * -10000,
+        lambda mask: torch.rsub(mask, 1.5, alpha=2),
+        lambda mask: 3 - mask,
+    ]
+    agree(each(differences), (mask,), (-mask,))
+
+
 @pytest.mark.parametrize("x", [torch.linspace(-2, 4, 9), torch.arange(-2, 5)])
 def test_one_bound_is_an_int_and_the_other_a_float(x: Tensor) -> None:
     """For which torch.onnx.export finds no overload of clamp."""

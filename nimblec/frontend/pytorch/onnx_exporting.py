@@ -7,9 +7,9 @@ import torch
 
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.onnx_angles import exact_angles
-from nimblec.frontend.pytorch.onnx_bounds import even_bounds
 from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
+from nimblec.frontend.pytorch.onnx_promotion import even_types
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 
 
@@ -21,7 +21,7 @@ def exporting_onnx(name: str) -> Iterator[None]:
         torch.no_grad(),  # with gradients torch 2.11 refuses a parameter times a number
         exact_identities(),
         exact_angles(),
-        even_bounds(),
+        even_types(),
         rules_by_operator(),
         short_histories(),
     ):
