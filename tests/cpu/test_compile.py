@@ -336,6 +336,11 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
     assert not {"\n", "\x1b"} & set(str(refused.value))
 
 
+def test_a_view_of_complex_numbers_that_the_exporter_refuses_is_called_one() -> None:
+    with pytest.raises(CompileError, match=r"has no translation of aten\.cumsum of complex numbers: compute it"):
+        nimblec.compile(lambda x: torch.view_as_complex(x).cumsum(0).abs(), torch.ones(3, 2), target="cpu")
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_an_lstm_with_a_projection_is_refused() -> None:
     """torch.onnx exports one without, which ONNX Runtime cannot run."""

@@ -51,6 +51,20 @@ def test_a_complex_tensor_is_its_two_parts(caplog: pytest.LogCaptureFixture) -> 
         assert f"{tensor} is complex: in the plan a last axis of 2 has its real and imaginary parts" in caplog.text
 
 
+def test_views_of_complex_numbers() -> None:
+    """As rotary embeddings have."""
+
+    def model(x: Tensor) -> Tensor:
+        turns = torch.polar(torch.ones(3, 4), torch.arange(12.0).reshape(3, 4))
+        turned = torch.view_as_complex(x) * turns[:, None, :]
+        repeated = turned.unsqueeze(-1).expand(-1, -1, -1, 2)
+        return torch.view_as_real(repeated[0] + repeated.select(-4, -1))
+
+    x = torch.randn(3, 5, 4, 2)
+    with loaded(model, x) as exe:
+        np.testing.assert_allclose(exe(x.numpy()), model(x).numpy(), rtol=1e-5, atol=1e-6)
+
+
 class Turning(nn.Module):
     """A sum of complex numbers."""
 

@@ -7,6 +7,7 @@ import torch
 
 from nimblec.frontend.pytorch.export_errors import exporting
 from nimblec.frontend.pytorch.onnx_angles import exact_angles
+from nimblec.frontend.pytorch.onnx_complex import complex_views
 from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
 from nimblec.frontend.pytorch.onnx_promotion import even_types
@@ -22,6 +23,7 @@ def exporting_onnx(name: str) -> Iterator[None]:
         exact_identities(),
         exact_angles(),
         even_types(),
+        complex_views(),
         rules_by_operator(),
         short_histories(),
     ):
