@@ -341,6 +341,15 @@ def test_a_view_of_complex_numbers_that_the_exporter_refuses_is_called_one() -> 
         nimblec.compile(lambda x: torch.view_as_complex(x).cumsum(0).abs(), torch.ones(3, 2), target="cpu")
 
 
+def test_experts_of_transformers_are_refused_with_the_way_to_compile_them() -> None:
+    experts = torch.library.custom_op(
+        "transformers::grouped_mm_fallback", torch.mm, mutates_args=(), schema="(Tensor x, Tensor w) -> Tensor"
+    )
+    experts.register_fake(torch.mm)
+    with pytest.raises(CompileError, match=r'fallback: call model\.set_experts_implementation\("batched_mm"\) first$'):
+        nimblec.compile(lambda x: experts(x, x), torch.eye(3), target="cpu")
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_an_lstm_with_a_projection_is_refused() -> None:
     """torch.onnx exports one without, which ONNX Runtime cannot run."""

@@ -15,6 +15,7 @@ BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDa
 """Errors of calls whose result or its size depends on the values of tensors that only have a shape."""
 
 
+_EXPERTS = "transformers.grouped_mm_fallback"
 _COMPLEX = "No decompositions registered for the complex-valued input"
 
 _FIXED = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
@@ -42,6 +43,11 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
         if isinstance(first, NimbleError):  # of a translation
             raise TraceError(f"{name}: {first}") from exc
         if untranslated := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(first)):
+            if untranslated[1] == _EXPERTS:
+                raise TraceError(
+                    f"{name}: torch.onnx.export has no translation of {_EXPERTS}: call "
+                    'model.set_experts_implementation("batched_mm") first'
+                ) from exc
             what = f"{untranslated[1]} of complex numbers" if _COMPLEX in str(first) else untranslated[1]
             raise TraceError(
                 f"{name}: torch.onnx.export has no translation of {what}: compute it by other operators, or "
