@@ -350,6 +350,11 @@ def test_experts_of_transformers_are_refused_with_the_way_to_compile_them() -> N
         nimblec.compile(lambda x: experts(x, x), torch.eye(3), target="cpu")
 
 
+def test_an_output_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(CompileError, match=r"^output 1: a set, and a plan returns tensors only: leave it out"):
+        nimblec.compile(lambda x: (x + 1, {2}), torch.eye(3), target="cpu")
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_an_lstm_with_a_projection_is_refused() -> None:
     """torch.onnx exports one without, which ONNX Runtime cannot run."""

@@ -30,7 +30,8 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
             continue
         if not isinstance(leaf, torch.Tensor):
             raise UnsupportedModelError(
-                f"output {join_path('', path) or 0}: a {type(leaf).__name__}; a plan returns tensors only"
+                f"output {join_path('', path) or 0}: a {type(leaf).__name__}, and a plan returns tensors only: leave "
+                "it out of the result, as use_cache=False does with the cache of transformers"
             )
         check_dense(f"output {join_path('', path) or 0}", leaf)
         outputs.append((_output_name(path, len(leaves)), leaf))
