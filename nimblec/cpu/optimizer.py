@@ -102,6 +102,7 @@ def _refusal(words: str, model: ModelProto) -> str:
         return f"refuses the model: {said.rstrip()}{advice}"
     node = said.partition("implementation for ")[2] or said
     advice = ""
-    if any(value.type.tensor_type.elem_type == TensorProto.BFLOAT16 for value in model.graph.input):
+    values = (*model.graph.input, *model.graph.value_info)
+    if any(value.type.tensor_type.elem_type == TensorProto.BFLOAT16 for value in values):
         advice = ": its CPU kernels take float32 rather than bfloat16: convert the model, or compile for --target cuda"
     return f"has no CPU kernel for {node}{advice}"

@@ -151,6 +151,14 @@ def test_what_onnx_runtime_refuses_is_told_without_its_source(
     write_model(tmp_path / "m.onnx", [node("MatMul", ["x", "x"], ["y"], name="mm")], bfloat16[:1], bfloat16[1:])
     sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
     assert "has no CPU kernel for MatMul(13) node with name 'mm': its CPU kernels take float32" in sentence
+    within = [
+        node("Cast", ["x"], ["b"], to=TensorProto.BFLOAT16),
+        node("MatMul", ["b", "b"], ["bb"], name="mm"),
+        node("Cast", ["bb"], ["y"], to=TensorProto.FLOAT),
+    ]
+    write_model(tmp_path / "m.onnx", within, [floats("x", 2, 2)], [floats("y", 2, 2)])
+    onnx.save(onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "m.onnx")), tmp_path / "m.onnx")
+    assert sentence == nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
     write_model(tmp_path / "m.onnx", [node("Relu", ["x"], ["y"])], [floats("x", 2)], [floats("y", 2)])
     model = onnx.load(tmp_path / "m.onnx")
     model.opset_import[0].version = 99
