@@ -40,10 +40,11 @@ VIEWS: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def complex_views() -> Iterator[None]:
     """Have torch.onnx translate `VIEWS` of complex numbers; a table of translations is for real ones alone."""
-    before = ONNXRegistry.from_torchlib
+    before = vars(ONNXRegistry)["from_torchlib"]
+    make = ONNXRegistry.from_torchlib
 
     def from_torchlib(*args: Any, **options: Any) -> ONNXRegistry:
-        registry = before(*args, **options)
+        registry = make(*args, **options)
         for target, function in VIEWS.items():
             registry.register_op(target, function, is_complex=True)
         return registry
