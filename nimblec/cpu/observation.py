@@ -5,6 +5,7 @@ The model's calls are not yet checked by the rules of plans, and may end the pro
 
 from collections.abc import Mapping, Sequence
 from io import BufferedReader
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,18 @@ Described = Mapping[str, tuple[str, Sequence[int]]]
 """Dtype and shape of arrays by name."""
 
 
+def open_exposed(model: bytes, constants: Mapping[str, np.ndarray]) -> Any:
+    """A session of a model and its external initializers. Raises RefusedError."""
+    options = session_options()
+    options.add_session_config_entry(*NO_PACKED_COPIES)
+    data = {name: ort_value(array, array.dtype.name) for name, array in constants.items()}
+    with initializer_folder() as folder:
+        try:
+            return open_session(model, data, folder, options)
+        except runtime_errors() as exc:
+            raise RefusedError(str(exc)) from exc
+
+
 def observe_shapes(
     model: bytes, constants: Mapping[str, np.ndarray], inputs: Described, names: Sequence[str]
 ) -> list[list[list[int]]]:
@@ -30,13 +43,9 @@ def observe_shapes(
 
     ``constants`` are the model's external initializers. Raises RefusedError where a run fails.
     """
-    options = session_options()
-    options.add_session_config_entry(*NO_PACKED_COPIES)
+    session = open_exposed(model, constants)
     seen = []
     try:
-        with initializer_folder() as folder:
-            data = {name: ort_value(array, array.dtype.name) for name, array in constants.items()}
-            session = open_session(model, data, folder, options)
         for seed in range(2):
             drawn = _draw(inputs, seed)
             given = {name: ort_value(array, array.dtype.name) for name, array in drawn.items()}

@@ -14,20 +14,13 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
+from nimblec.cpu.observation import open_exposed
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.optimizer_process import RefusedError
 from nimblec.cpu.optimizing import observe_shapes
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes
 from nimblec.frontend.onnx.model_file import ModelTensor
-from nimblert.cpu.onnx_session import (
-    NO_PACKED_COPIES,
-    initializer_folder,
-    open_session,
-    ort_value,
-    runtime_errors,
-    session_options,
-)
 from nimblert.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
 
@@ -86,14 +79,10 @@ def _check_sizes(types: Mapping[str, TensorType]) -> None:
 
 def _open(model: bytes, arrays: Mapping[str, np.ndarray]) -> Any:
     """A session of a model, with the data of its large constants."""
-    data = {name: ort_value(array, array.dtype.name) for name, array in arrays.items()}
-    options = session_options()
-    options.add_session_config_entry(*NO_PACKED_COPIES)
-    with initializer_folder() as folder:
-        try:
-            return open_session(model, data, folder, options)
-        except runtime_errors() as exc:
-            raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
+    try:
+        return open_exposed(model, arrays)
+    except RefusedError as exc:
+        raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
 
 
 def _is_known(value: Any) -> bool:

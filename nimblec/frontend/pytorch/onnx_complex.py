@@ -16,18 +16,23 @@ aten = torch.ops.aten
 
 def unsqueeze(self: Any, dim: int) -> Any:
     """aten.unsqueeze."""
-    return op.Unsqueeze(self, ints([dim if dim >= 0 else dim - 1]))
+    return op.Unsqueeze(self, ints([_axis(dim)]))
 
 
 def select(self: Any, dim: int, index: int) -> Any:
     """aten.select.int."""
-    axis = dim if dim >= 0 else dim - 1
+    axis = _axis(dim)
     return op.Squeeze(op.Gather(self, ints([index]), axis=axis), ints([axis]))
 
 
 def expand(self: Any, size: Sequence[Any], implicit: bool = False) -> Any:
     """aten.expand."""
     return core.aten_expand(self, [*size, 1], implicit)
+
+
+def _axis(dim: int) -> int:
+    """An axis counted with that of the parts."""
+    return dim if dim >= 0 else dim - 1
 
 
 VIEWS: dict[Any, Callable[..., Any]] = {
