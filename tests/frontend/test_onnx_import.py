@@ -249,6 +249,13 @@ VALUES = {
         [np.array([[-np.inf, 0], [-3, -np.inf]], np.float32), np.array([-1, 0])],
         np.array(3, np.float32),
     ),
+    "a real signal has frames without an axis of parts": (
+        "y = STFT (x, step, , length)",
+        "(float[1,2] x) => (float[1,2,1,2] y)",
+        {"step": np.array(1), "length": np.array(1)},
+        [np.array([[1, 2]], np.float32)],
+        np.array([1, 0, 2, 0], np.float32).reshape(1, 2, 1, 2),
+    ),
 }
 
 

@@ -91,6 +91,8 @@ def stft(
     *,
     onesided: int = 1,
 ) -> Tensor:
+    if signal.dim() == 2:  # of real samples, as torch.onnx's older exporter writes it and ONNX Runtime takes it
+        signal = signal.unsqueeze(-1)
     length = frame_length
     if length is None:
         length = signal.shape[1] if window is None else window.shape[0]
