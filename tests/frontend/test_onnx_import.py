@@ -256,6 +256,20 @@ VALUES = {
         [np.array([[1, 2]], np.float32)],
         np.array([1, 0, 2, 0], np.float32).reshape(1, 2, 1, 2),
     ),
+    "the grid of one image is shifted": (
+        "y = AffineGrid (theta, size)",
+        "(float[1,2,3] theta) => (float[1,1,2,2] y)",
+        {"size": np.array([1, 3, 1, 2])},
+        [np.array([[[1, 0, 0.25], [0, 1, 2]]], np.float32)],
+        np.array([-0.25, 2, 0.75, 2], np.float32).reshape(1, 1, 2, 2),
+    ),
+    "an aligned grid one pixel high ends at 1": (
+        "y = AffineGrid <align_corners = 1> (theta, size)",
+        "(float16[2,2,3] theta) => (float16[2,1,2,2] y)",
+        {"size": np.array([2, 3, 1, 2])},
+        [np.array([[[1, 0, 0], [0, 1, 0]], [[0, 1, 0], [1, 0, 0]]], np.float16)],
+        np.array([-1, 1, 1, 1, 1, -1, 1, 1], np.float16).reshape(2, 1, 2, 2),
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from nimblec.frontend.onnx_ops.axes import repeated
+from nimblec.frontend.onnx_ops.axes import repeated, sizes_of
 from nimblec.frontend.onnx_ops.table import Ints, Refused, op
 
 SAMPLE_MODES = {
@@ -35,6 +35,24 @@ def grid_sample(
     if x.dim() not in (4, 5) or (x.dim() == 5 and SAMPLE_MODES[mode] == "bicubic"):
         raise Refused(f"mode {mode!r} for an input of {x.dim()} dimensions is not supported")
     return functional.grid_sample(x, grid.to(x.dtype), SAMPLE_MODES[mode], padding_mode, bool(align_corners))
+
+
+@op("AffineGrid", since=20)
+def affine_grid(theta: Tensor, size: Ints, *, align_corners: int = 0) -> Tensor:
+    batch, _, *lengths = sizes_of(size)
+    if len(lengths) not in (2, 3):
+        raise Refused(f"a grid of {len(lengths)} axes is not supported; expected 2 or 3")
+    places = torch.meshgrid(*(_places(length, aligned=bool(align_corners)) for length in lengths), indexing="ij")
+    points = torch.stack([*reversed(places), torch.ones_like(places[0])], -1).reshape(-1, len(lengths) + 1)
+    repeated_points = points.to(theta.dtype).expand(batch, -1, -1)
+    return torch.bmm(repeated_points, theta.transpose(1, 2)).reshape(batch, *lengths, len(lengths))
+
+
+def _places(length: int, *, aligned: bool) -> Tensor:
+    """Where the pixels of an axis lie between -1 and 1; a single one that is aligned is at 1, as in ONNX Runtime."""
+    if aligned:
+        return torch.linspace(1, -1, length, dtype=torch.float64).flip(0)
+    return (2 * torch.arange(length, dtype=torch.float64) + 1) / length - 1
 
 
 @op("RoiAlign", since=10)
