@@ -226,6 +226,36 @@ CASES = {
         known=(1, 2, 3, 4),
         step=1,
     ),
+    "qlinear_softmax": Fused(
+        op="QLinearSoftmax",
+        inputs=(whole(0, 256, 2, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(1 / 256), zero(0)),
+        attributes={"opset": 13, "axis": 1},
+        known=(1, 2, 3, 4),
+        step=1,
+    ),
+    "qlinear_softmax_of_a_matrix": Fused(
+        op="QLinearSoftmax",
+        inputs=(whole(-128, 128, 2, 3, 4, dtype=np.int8), scale(0.05), None, scale(1 / 256), zero(-128, np.int8)),
+        attributes={"opset": 12, "axis": 1},
+        known=(1, 3, 4),
+        step=1,
+    ),
+    "qlinear_where": Fused(
+        op="QLinearWhere",
+        inputs=(
+            whole(0, 2, 3, 4, dtype=np.bool_),
+            whole(0, 256, 3, 4, dtype=np.uint8),
+            scale(0.02),
+            zero(128),
+            whole(0, 256, 4, dtype=np.uint8),
+            scale(0.03),
+            zero(120),
+            scale(0.04),
+            zero(110),
+        ),
+        known=(2, 3, 5, 6, 7, 8),
+        step=1,
+    ),
     "qlinear_concat": Fused(
         op="QLinearConcat",
         inputs=(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nimblec.frontend.onnx_ops.activation import softmax, softmax_of_matrix
 from nimblec.frontend.onnx_ops.axes import axis_of
 from nimblec.frontend.onnx_ops.linear import centered
 from nimblec.frontend.onnx_ops.pooling import average_pool_10
@@ -90,6 +91,38 @@ def leaky_relu_quantized(
 ) -> Tensor:
     y = torch.nn.functional.leaky_relu(_real(x, x_scale, x_zero_point), alpha)
     return _quantized(y, y_scale, y_zero_point, x)
+
+
+@op("QLinearSoftmax", domain=MICROSOFT)
+def softmax_quantized(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    *,
+    opset: int,
+    axis: int = -1,
+) -> Tensor:
+    value = _real(x, x_scale, x_zero_point)
+    y = softmax(value, axis=axis) if opset >= 13 else softmax_of_matrix(value, axis=axis)
+    return _quantized(y, y_scale, y_zero_point, x)
+
+
+@op("QLinearWhere", domain=MICROSOFT)
+def where_quantized(
+    condition: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    z_scale: Tensor,
+    z_zero_point: Tensor,
+) -> Tensor:
+    chosen = torch.where(condition, _real(x, x_scale, x_zero_point), _real(y, y_scale, y_zero_point))
+    return _quantized(chosen, z_scale, z_zero_point, x)
 
 
 @op("QLinearConcat", domain=MICROSOFT)
