@@ -366,10 +366,19 @@ class _Trial:
         return {tensor.name: np.full_like(drawn[tensor.name], padding.filling(tensor)) for tensor in program.inputs}
 
     def _garbage(self, program: Program) -> Iterator[dict[str, np.ndarray]]:
-        """Other inputs of usual size, and large ones."""
+        """Other inputs of usual size, and large ones, unless the program refuses them: floats may become indices."""
         yield self._drawn(program, _SEED + 1)
         drawn = self._drawn(program, _SEED + 2)
-        yield {name: _scaled(array, _LARGE.get(array.dtype.itemsize, 1.0)) for name, array in drawn.items()}
+        large = {name: _scaled(array, _LARGE.get(array.dtype.itemsize, 1.0)) for name, array in drawn.items()}
+        if not self._may_fail or self._takes(program, large):
+            yield large
+
+    def _takes(self, program: Program, arrays: Arrays) -> bool:
+        try:
+            self._run(program, arrays, {}, {})
+        except InputError:
+            return False
+        return True
 
 
 def _box(of: Axis, starts: Sizes, stops: Sizes) -> tuple[slice, ...]:

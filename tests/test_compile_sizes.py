@@ -233,6 +233,21 @@ def test_rows_that_are_alone_only_sometimes_are_not_split(
     assert Fit.SPLIT not in {fit for program in plan.programs for fit in program.fits}
 
 
+@pytest.mark.parametrize(("axis", "expected"), [(1, Fit.SPLIT), (0, Fit.EXACT)])
+def test_floats_may_be_indices(tmp_path: Path, axis: int, expected: Fit) -> None:
+    """As Keras writes them; large ones lie outside of the table."""
+    nodes = [
+        node("Cast", ["x"], ["indices"], to=TensorProto.INT64),
+        node("Gather", ["table", "indices"], ["rows"]),
+        node("ReduceMean", ["rows", "axis"], ["mean"]),
+        node("Sub", ["rows", "mean"], ["y"]),
+    ]
+    constants = {"table": np.arange(20, dtype=np.float32), "axis": np.array([axis])}
+    model = write_model(tmp_path / "rows.onnx", nodes, [ROWS], [floats("y", "batch", 4)], constants=constants)
+    plan = nimblec.compile(model, target="cpu", dims={"batch": (2, 4)})
+    assert {fit for program in plan.programs for fit in program.fits} == {expected}
+
+
 @pytest.mark.parametrize("dtype", ["FLOAT", "BOOL"])
 def test_an_input_may_have_no_axes(tmp_path: Path, dtype: str) -> None:
     nodes = [node("Cast", ["a"], ["factor"], to=1), node("Mul", ["x", "factor"], ["y"])]
