@@ -14,6 +14,7 @@ import triton_python_backend_utils as stand_in
 from serving import Shop, command
 from subprocesses import ROOT
 
+import nimblec
 import nimblert
 from nimblert.files import container
 
@@ -27,7 +28,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ARGUMENTS = {
-    "model_config": "{}",
+    "model_config": '{"max_batch_size": 8}',
     "model_instance_kind": "CPU",
     "model_instance_device_id": "0",
     "model_repository": "models/digits",
@@ -106,6 +107,17 @@ def test_a_plan_that_takes_no_sizes_between_its_own_is_refused_at_load(
     monkeypatch.setattr(nimblert, "load", lambda *_, **__: exact)
     with exact, pytest.raises(stand_in.TritonModelException, match="the plan's batch cannot be padded and split"):
         made.initialize(ARGUMENTS)
+
+
+def test_a_plan_of_one_row_is_not_given_several(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = nimblec.compile(ROOT / "samples" / "digits.onnx", target="cpu", plan_cache=None)
+    with nimblert.load(plan) as single:
+        monkeypatch.setattr(nimblert, "load", lambda *_, **__: single)
+        with pytest.raises(stand_in.TritonModelException, match="takes one row, and max_batch_size is 8: "):
+            made.initialize(ARGUMENTS)
+        made.initialize({**ARGUMENTS, "model_config": '{"max_batch_size": 1}'})
+        (response,) = made.execute([request("image", image(7), "digit")])
+        assert [tensor.as_numpy().tolist() for tensor in response.output_tensors()] == [[7]]
 
 
 def test_the_configuration_is_of_the_plan(repository: Path) -> None:

@@ -1,5 +1,6 @@
 """A plan as a model of Triton Inference Server's Python backend; rows.py and model.plan belong beside this file."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ class TritonPythonModel:
         self._plan = Rows(self._model)
         if not self._plan.batch:
             raise triton.TritonModelException("the plan's batch cannot be padded and split: requests cannot be joined")
+        most = json.loads(args["model_config"])["max_batch_size"]
+        if self._plan.batch == 1 < most:
+            found = f"the plan takes one row, and max_batch_size is {most}"
+            raise triton.TritonModelException(f"{found}: compile it for several sizes, or write 1 in config.pbtxt")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """A response to each of these requests, which run as one batch; an invalid one fails alone."""
