@@ -233,10 +233,10 @@ def load_state(
 ) -> None:
     """Load the state of a plan of `training_step`, ``exe.state``, into a model, to continue in PyTorch.
 
-    It is also loaded into the ``optimizer``, and into the torch.amp.GradScaler of a step in float16, if they are
-    given. Raises ArgumentError for a state of another model or kind of optimizer, for one that lacks tensors, and,
-    with a ``scaler``, for one without a scale; nothing is changed then. The state of a plan leaves out tensors of the
-    model that no call writes: these stay as they are.
+    It is also loaded into the ``optimizer``, and into the torch.amp.GradScaler of a step in float16, if they are given.
+    Raises ArgumentError for an argument of the wrong kind, a state of another model or kind of optimizer, one that
+    lacks tensors, and, with a ``scaler``, one without a scale; nothing is changed then. The state of a plan leaves out
+    tensors of the model that no call writes: these stay as they are.
     """
     from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
 

@@ -86,6 +86,14 @@ def test_a_state_that_lacks_tensors_is_refused(lacking: list[str], first: str) -
         nimblec.load_state(model, left, adam(model))
 
 
+def test_arguments_of_the_wrong_kind_are_named() -> None:
+    model, state = small(), kept_by_adam()
+    wrong: dict[str, Any] = {"model": adam(model), "optimizer": model, "scaler": 3}
+    for name, value in wrong.items():
+        with pytest.raises(ArgumentError, match=rf"load_state: {name}: got \w+, expected a torch\."):
+            nimblec.load_state(**{"model": model, "state": state, name: value})
+
+
 @pytest.mark.parametrize("keeping", ["optimizer.lr", "accumulated.weight"])
 def test_what_the_state_tells_of_is_there(keeping: str) -> None:
     """That of a plan for a GPU has no tensor of the model that no call writes; but some it has."""

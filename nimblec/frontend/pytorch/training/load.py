@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ def load_state(
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
     """See `nimblec.load_state`."""
+    _check_kind("model", model, nn.Module, "torch.nn.Module")
+    _check_kind("optimizer", optimizer, Optimizer | None, "torch.optim.Optimizer")
+    _check_kind("scaler", scaler, torch.amp.GradScaler | None, "torch.amp.GradScaler")
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ArgumentError(
             f"load_state: state: got {type(state).__name__}, expected arrays by name, as a plan's state is: exe.state, "
@@ -61,6 +65,11 @@ def load_state(
     for name, parameter in sums.items():
         if name in values:
             parameter.grad = values[name].to(parameter) if values[CALLS] else None
+
+
+def _check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentError(f"load_state: {name}: got {type(value).__name__}, expected a {expected}")
 
 
 def _tensor(name: str, value: Any) -> Tensor:
