@@ -16,7 +16,7 @@ class Arena:
     """Scratch memory for plans of one target that run one after the other, as large as the largest of them needs.
 
     Nothing in it outlives a run: inputs, outputs, weights and state have memory of their own. `nimblert.load` and
-    `Executable.context` take it. Close it after the contexts that use it.
+    `Executable.context` take it. Close it after the contexts that use it: their later runs raise InputError.
     """
 
     def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
@@ -54,8 +54,7 @@ class Arena:
 
     def check(self, plan: Plan, device: int) -> None:
         """Raise InputError where a plan on this device cannot use it."""
-        if self.memory is None:
-            raise InputError("the arena is closed")
+        self._check_open()
         if (self.target, self.device) != (plan.target, device):
             here, there = (
                 f"{t.name.lower()} device {n}" for t, n in ((self.target, self.device), (plan.target, device))
@@ -66,14 +65,19 @@ class Arena:
                 f"the arena has {self.nbytes} bytes, the plan needs {plan.arena_nbytes}: make it for this plan, too"
             )
 
+    def _check_open(self) -> None:
+        if self.memory is None:
+            raise InputError("the arena is closed: make another one, and load the plan into it")
+
     @contextmanager
     def turn(self, owner: Turn | None = None) -> Iterator[None]:
         """A run in the arena, or the start of one by steps, whose ``owner`` keeps it until `owner` is reset or closed.
 
-        Raises InputError while another run has it.
+        Raises InputError while another run has it, and once it is closed.
         """
         if not self._busy.locked():
             with self._busy:  # a run that has begun since is waited for; it may have left steps half done
+                self._check_open()
                 if self.owner is None or self.owner.closed:
                     self.owner = owner
                     yield

@@ -415,6 +415,17 @@ def test_a_closed_context_gives_its_arena_back(small: Path) -> None:
         assert np.array_equal(model.run(x)["y"], expected)
 
 
+def test_a_run_in_a_closed_arena_is_refused(small: Path) -> None:
+    """On a GPU its memory may be another plan's by then."""
+    arena = Arena.for_plans(small)
+    with nimblert.load(small, arena=arena) as model:
+        model(drawn(0))
+        arena.close()
+        for run in (lambda: model(drawn(0)), model.replay, model.launch, lambda: next(model.steps({"x": drawn(0)}))):
+            with pytest.raises(InputError, match="the arena is closed: make another one"):
+                run()
+
+
 def test_an_arena_that_steps_take_at_the_last_moment_is_refused(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
