@@ -39,7 +39,7 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 2 on an error, which is one sentence on standard error.
+    Exit status: 0 on success; 2 on an error, which is one sentence on standard error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())
@@ -50,7 +50,7 @@ for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 on success, 2 on an error, which is one sentence on standard error."""
+    """Run the command line and exit, with the status that its help names, or 141 where nobody reads its output."""
     obj = OWN_PROCESS if args is None else None
     if obj:
         discard_what_is_closed()

@@ -12,6 +12,7 @@ from command_line import OLD_PLAN, CommandLine
 from plans import cpu_plan, pointer
 
 from nimblec.cli import arguments
+from nimblec.cli.interrupts import INTERRUPTED
 from nimblec.errors import UnsupportedModelError
 from nimblec.options import InputSpec, NamedInput, Options, read_spec
 from nimblec.stages import Observer
@@ -132,11 +133,12 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
     done = nimblec(*args)
     assert done.status == 0
-    assert all(f"\n  {command} " in done.out for command in ("compile", "run", "inspect", "verify"))
-    assert "Exit status" in done.out
+    assert all(f"\n  {command} " in done.out for command in ("compile", "run", "bench", "inspect", "verify"))
+    statuses = f"0 on success; 2 on an error, which is one sentence on standard error; {INTERRUPTED} after Ctrl-C."
+    assert f"Exit status: {statuses}" in " ".join(done.out.split())
 
 
-@pytest.mark.parametrize("command", ["compile", "run", "inspect", "verify"])
+@pytest.mark.parametrize("command", ["compile", "run", "bench", "inspect", "verify"])
 def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, command: str) -> None:
     done = nimblec(command, "--help")
     assert done.status == 0
