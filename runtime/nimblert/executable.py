@@ -262,8 +262,9 @@ def load(
 
     With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
 
-    Raises PlanError for a plan that is damaged or contradicts itself, DeviceMismatchError where this
-    machine cannot run it, and InputError for an invalid ``plan``, ``program``, ``limits`` or ``arena``.
+    Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
+    ``limits``; DeviceMismatchError where this machine cannot run it; CudaError where a call of CUDA fails, as for lack
+    of memory; and InputError for an invalid argument.
     """
     if os.environ.get("NIMBLERT_NVTX") == "1":
         from nimblert import telemetry  # which other processes need not import
