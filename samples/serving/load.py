@@ -1,7 +1,7 @@
 """Load test of a server of the Open Inference Protocol: many clients at once, every request accounted for.
 
-Usage: ``python samples/serving/load.py MODEL [--url 127.0.0.1:8000] [--clients 16] [--seconds 10]``. ``--kill PID``, of
-a ray_serve.py on this machine, kills one of its replicas half way (SIGKILL).
+Usage: ``python samples/serving/load.py MODEL [--url 127.0.0.1:8000] [--clients 16] [--seconds 10]``. MLServer needs
+``--json-tensors``. ``--kill PID``, of a ray_serve.py on this machine, kills one of its replicas half way (SIGKILL).
 
 Random inputs follow the server's model metadata; outputs are compared with those of a call made alone. Prints JSON:
 requests sent, answered correctly, failed, answered wrongly, and lost (no answer within the time limit); latencies and
