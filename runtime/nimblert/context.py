@@ -79,7 +79,7 @@ class Context:
 
     @property
     def program(self) -> Program:
-        """The first program of the default entry: the only one, or else "main"."""
+        """The first program of the default entry: the only one, or else "main". Raises InputError without one."""
         return self._signatures[None].programs[0]
 
     @property

@@ -106,7 +106,7 @@ def test_the_shapes_choose_the_program(loaded: Executable) -> None:
 
 def test_an_entry_must_be_named_where_none_is_main(loaded: Executable) -> None:
     for ask in (loaded, loaded.entry, lambda: loaded.program, lambda: loaded.inputs):
-        with pytest.raises(InputError, match=r"no entry is named, the plan has \['write', 'read'\]"):
+        with pytest.raises(InputError, match=r"no entry is named, the plan has \['write', 'read'\]: name one"):
             ask()
     with pytest.raises(InputError, match=r"entry 'head': not found, the plan has \['write', 'read'\]"):
         loaded.entry("head")

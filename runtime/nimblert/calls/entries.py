@@ -140,8 +140,9 @@ class Entries(dict[str | None, Signature]):
             self[None] = self[default]
 
     def __missing__(self, name: str | None) -> Signature:
-        what = "no entry is named" if name is None else f"entry {name!r}: not found"
-        raise InputError(f"{what}, the plan has {list(self.names)}")
+        if name is None:
+            raise InputError(f"no entry is named, the plan has {list(self.names)}: name one")
+        raise InputError(f"entry {name!r}: not found, the plan has {list(self.names)}")
 
 
 class Entry:
