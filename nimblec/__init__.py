@@ -122,20 +122,21 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``pad_masks``: inputs whose zeros mask elements of the others, such as ``"attention_mask"``: calls with
       fewer elements than a program takes are padded if masked results agree.
     - ``constants``: values of inputs of an ONNX model, which become constants of the plan: ``{"rate": 16000}``, an
-      array, or as the command line takes them. Of a branch that they choose the plan has only the one taken.
+      array, or as the command line takes them. Of branches that they choose from it has only the one taken.
     - ``examples``: arrays for inputs by name; the range of an integer array bounds the values drawn in later checks.
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
-    - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude.
+    - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude. CUDA
+      target.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
       replace them; a note says what it costs.
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
-    - ``memory_limit``: the largest arena to accept, in bytes or as "64MiB", "1.5GB". Where no schedule fits,
-      results are recomputed instead of kept.
+    - ``memory_limit``: the largest arena (memory for results within a run) to accept, in bytes or as "64MiB",
+      "1.5GB". Where no schedule fits, results are recomputed instead of kept.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 

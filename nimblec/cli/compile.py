@@ -66,7 +66,7 @@ from nimblert.files import schema
     type=arguments.Constant(),
     multiple=True,
     help="Make an input of an ONNX model a constant: rate=16000, use_cache=false, scales=1,2, mask=mask.npy. The plan "
-    "has no such input, and of a branch that it chooses only the one taken. Repeatable.",
+    "has no such input, and of branches that it chooses from only the one taken. Repeatable.",
 )
 @click.option(
     "--example",
@@ -97,7 +97,8 @@ from nimblert.files import schema
     "--max-error",
     type=click.FloatRange(0),
     metavar="E",
-    help="Refuse -O1, -O2, fp16 or bf16 where an output differs by more than E of its largest magnitude.",
+    help="CUDA target. Refuse -O1, -O2, fp16 or bf16 where an output differs from that of -O0 by more than E of its "
+    "largest magnitude.",
 )
 @click.option(
     "--print-passes",
@@ -117,14 +118,14 @@ from nimblert.files import schema
     default="auto",
     show_default=True,
     metavar="auto|1|max|N",
-    help="1: the captured order. max: as many streams as the model can use. N: at most N. auto: the fastest of several "
-    "schedules, timed on this machine.",
+    help="1: one stream, in the model's order. max: as many streams as the model can use. N: at most N. auto: the "
+    "fastest of several schedules, timed on this machine.",
 )
 @click.option(
     "--memory-limit",
     type=arguments.Nbytes(),
-    help="The largest arena to accept: 64MiB, 1.5GB, 1000000. Where no schedule fits, results are recomputed "
-    "instead of kept.",
+    help="The largest arena (memory for results within a run) to accept: 64MiB, 1.5GB, 1000000. Where no schedule "
+    "fits, results are recomputed instead of kept.",
 )
 @click.option(
     "--timing-cache",
