@@ -525,6 +525,23 @@ def test_runs_can_be_awaited(model: Executable) -> None:
         assert np.array_equal(found["y"], y)
 
 
+def test_a_run_is_completed_though_its_task_is_cancelled(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, context = model(drawn(0)), model.context()
+    busy = _Busy(monkeypatch)
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(context.arun({"x": drawn(0)}))
+        await asyncio.to_thread(busy.began.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        busy.go_on.set()
+
+    asyncio.run(cancelled())  # waits for the threads of its loop
+    last = context.outputs[0]
+    assert np.array_equal(context.read(last.pointer, last.span_nbytes), expected.view(np.uint8).reshape(-1))
+
+
 def test_host_arrays_of_other_libraries_are_taken(model: Executable) -> None:
     torch = pytest.importorskip("torch")
     x = drawn(0)

@@ -13,6 +13,8 @@ from packaging.utils import canonicalize_name
 
 import nimblec
 import nimblert
+from nimblert.files import container
+from nimblert.plan import Target
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -104,6 +106,13 @@ def test_the_versions_here_are_supported() -> None:
     assert len(found) >= len(dependencies())
     for each in found:
         assert each.specifier.contains(installed[canonicalize_name(each.name)], prereleases=True), each.name
+
+
+def test_the_cuda_plans_here_hold_kernels_of_nimblec_alone() -> None:
+    """Those of libraries fall under their licences."""
+    plans = map(container.read, sorted((ROOT / "tests" / "data").glob("*.plan")))
+    symbols = {kernel.symbol for plan in plans if plan.target is Target.CUDA for kernel in plan.kernels}
+    assert {name for name in symbols if not name.startswith("triton_")} == {"_Z5scalePfS_S_i", "_Z3addPfS_", "relu"}
 
 
 def test_the_supported_systems_are_those_of_the_package() -> None:

@@ -160,6 +160,22 @@ def test_the_first_node_that_differs_is_named(
     assert "of 13 values agree before it" in line
 
 
+def test_a_node_that_differs_is_no_failure_where_the_outputs_agree(nimblec: CommandLine, tmp_path: Path) -> None:
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], name="matmul"),
+        node("Clip", ["m", "zero", "zero"], ["c"], name="clip"),
+        node("Add", ["c", "x"], ["y"], name="add"),
+    ]
+    constants = {"w": weights(32, 32), "zero": np.zeros((), np.float32)}
+    path = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2, 32)], [floats("y", 2, 32)], constants=constants)
+    plan_file(path).save(tmp_path / "m.plan")
+    other = changed_weight(tmp_path / "m.plan", tmp_path / "other.plan", "w", lambda w: w + np.float32(0.1))
+    done = nimblec("verify", other, "--against", path, "--per-node")
+    (line,) = lines(done.out, "nodes")
+    assert line.startswith("ok       nodes: the first node that differs is MatMul 'matmul': value 'm'")
+    assert done.status == 0
+
+
 def test_a_node_in_blocks_is_told_from_a_wrong_one(plan: Path, model: Path) -> None:
     """conv2 and what follows it keeps its bytes in blocks: the same numbers in another order."""
     opened = container.read(plan)
