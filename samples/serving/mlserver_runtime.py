@@ -5,13 +5,14 @@ for how many seconds a batch waits for requests to join it. MLServer's own batch
 requests before their shapes are checked.
 """
 
+from collections.abc import Sequence
+
 import mlserver
 import numpy as np
-from mlserver.codecs import NumpyCodec
 from mlserver.errors import InferenceError
-from mlserver.types import InferenceRequest, InferenceResponse, MetadataTensor, ResponseOutput
+from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor, RequestInput, ResponseOutput
 from mlserver.utils import get_model_uri
-from oip import DATATYPES
+from oip import DATATYPES, ProtocolError, listed_array
 from rows import Batches, Rows
 
 import nimblert
@@ -36,8 +37,7 @@ class PlanModel(mlserver.MLModel):
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         """Outputs for inputs of any number of rows."""
         try:
-            arrays = {given.name: NumpyCodec.decode_input(given) for given in payload.inputs}
-            outputs = await self._batches.run(arrays)
+            outputs = await self._batches.run(_arrays(payload.inputs))
         except (ValueError, TypeError, OverflowError) as exc:  # an InputError, or numpy's: values that do not fit
             raise InferenceError(str(exc)) from exc
         wanted = [output.name for output in payload.outputs or ()]
@@ -51,6 +51,17 @@ class PlanModel(mlserver.MLModel):
         """Give back the plan's memory, after the runs that are left."""
         self._model.close()
         return True
+
+
+def _arrays(inputs: Sequence[RequestInput]) -> dict[str, np.ndarray]:
+    """The arrays of a request; MLServer's codec would convert values of another kind. Raises ProtocolError."""
+    arrays: dict[str, np.ndarray] = {}
+    for given in inputs:
+        if given.name in arrays:
+            raise ProtocolError(f"input {given.name!r} was given twice: give it once")
+        datatype, values = Datatype(given.datatype).value, getattr(given.data, "root", given.data)
+        arrays[given.name] = listed_array(given.name, datatype, tuple(given.shape), values)
+    return arrays
 
 
 def _encoded(name: str, array: np.ndarray) -> ResponseOutput:

@@ -87,25 +87,39 @@ def _arrays(tensors: Iterable[Mapping[str, Any]], binary: memoryview) -> dict[st
 def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, memoryview]:
     """The array of an input, and the bytes that follow its own."""
     name, datatype, shape = tensor["name"], tensor["datatype"], tuple(tensor["shape"])
-    if datatype not in DTYPES:
-        raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
-    dtype = np.dtype(DTYPES[datatype])
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ProtocolError(f"input {name!r}: shape {shape}, expected whole numbers from 0")
-    count = math.prod(shape)
     nbytes = _parameters(tensor).get("binary_data_size")
     if nbytes is None:
-        array = np.asarray(tensor["data"], dtype)
-        if array.size != count:
-            raise ProtocolError(f"input {name!r}: {array.size} values, its shape {shape} has {count}")
-        wrong = [value for value in np.asarray(tensor["data"], object).flat if type(value) not in _TYPES[dtype.kind]]
-        if wrong:  # NumPy would have converted them
-            raise ProtocolError(f"input {name!r}: {json.dumps(wrong[0])} is no {datatype}")
-        return array.reshape(shape), binary
+        return listed_array(name, datatype, shape, tensor["data"]), binary
+    dtype, count = _dtype_and_count(name, datatype, shape)
     if nbytes != count * dtype.itemsize or nbytes > len(binary):
         expected = f"{count * dtype.itemsize} bytes for {datatype} of shape {shape}"
         raise ProtocolError(f"input {name!r}: {nbytes} of {len(binary)} bytes, expected {expected}")
     return np.frombuffer(binary[:nbytes], dtype).reshape(shape), binary[nbytes:]
+
+
+def listed_array(name: str, datatype: str, shape: tuple[int, ...], values: Any) -> np.ndarray:
+    """The array of an input from its values in the JSON.
+
+    Raises ProtocolError, or what NumPy raises for values of which it makes no array: ValueError, TypeError,
+    OverflowError.
+    """
+    dtype, count = _dtype_and_count(name, datatype, shape)
+    array = np.asarray(values, dtype)
+    if array.size != count:
+        raise ProtocolError(f"input {name!r}: {array.size} values, its shape {shape} has {count}")
+    wrong = [value for value in np.asarray(values, object).flat if type(value) not in _TYPES[dtype.kind]]
+    if wrong:  # NumPy would have converted them
+        raise ProtocolError(f"input {name!r}: {json.dumps(wrong[0])} is no {datatype}")
+    return array.reshape(shape)
+
+
+def _dtype_and_count(name: str, datatype: str, shape: tuple[int, ...]) -> tuple[np.dtype[Any], int]:
+    """The dtype of an input, and how many elements it has."""
+    if datatype not in DTYPES:
+        raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ProtocolError(f"input {name!r}: shape {shape}, expected whole numbers from 0")
+    return np.dtype(DTYPES[datatype]), math.prod(shape)
 
 
 def write_response(model: str, request: Request, arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:

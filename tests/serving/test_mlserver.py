@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from serving import Shop, answered, command, infer, stocked
+from serving import Shop, answered, command, infer, request, stocked
 
 URL = "http://127.0.0.1:8080/v2/models/digits"
 pytestmark = pytest.mark.timeout(300)
@@ -47,7 +47,10 @@ WRONG = [
     ({"name": "picture"}, "inputs: ['picture'], expected ['image']"),
     ({"shape": [1, 8, 8]}, "input 'image': shape (1, 8, 8), expected (rows, 1, 8, 8)"),
     ({"datatype": "FP64"}, "input 'image': dtype float64, expected float32"),
-    ({"shape": [2, 1, 8, 8]}, "cannot reshape array of size 64 into shape (2,1,8,8)"),
+    ({"shape": [2, 1, 8, 8]}, "input 'image': 64 values, its shape (2, 1, 8, 8) has 128"),
+    ({"shape": [-1, 1, 8, 8]}, "input 'image': shape (-1, 1, 8, 8), expected whole numbers from 0"),
+    ({"data": [0.5] * 63 + ["1"]}, "input 'image': \"1\" is no FP32"),
+    ({"data": [0.5] * 63 + [None]}, "input 'image': null is no FP32"),
     ({"data": {}}, "float() argument must be a string or a real number, not 'dict'"),
 ]
 
@@ -57,6 +60,14 @@ WRONG = [
 def test_a_wrong_request_is_refused_in_a_sentence(changes: dict[str, object], sentence: str) -> None:
     status, body = infer(URL, 1, **changes)
     assert (status, json.loads(body)["error"]) == (400, sentence)
+
+
+@pytest.mark.usefixtures("server")
+def test_an_input_that_is_given_twice_is_refused() -> None:
+    (given,) = json.loads(request(1))["inputs"]
+    twice = json.dumps({"inputs": [given, {**given, "data": [0.25] * 64}]}).encode()
+    status, body = answered(f"{URL}/infer", twice, Content_Type="application/json")
+    assert (status, json.loads(body)["error"]) == (400, "input 'image' was given twice: give it once")
 
 
 @pytest.mark.usefixtures("server")
