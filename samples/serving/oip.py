@@ -21,6 +21,8 @@ DTYPES = {
     **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
 }
 DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
+MOST_AXES = 64
+"""Of an array: as many as NumPy's have."""
 _TYPES = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}
 """What values in the JSON may be, by the kind of dtype."""
 
@@ -117,6 +119,8 @@ def _dtype_and_count(name: str, datatype: str, shape: tuple[int, ...]) -> tuple[
     """The dtype of an input, and how many elements it has."""
     if datatype not in DTYPES:
         raise ProtocolError(f"input {name!r}: datatype {datatype!r}, expected one of {sorted(DTYPES)}")
+    if len(shape) > MOST_AXES:  # whose product may take minutes
+        raise ProtocolError(f"input {name!r}: {len(shape)} sizes in its shape, expected at most {MOST_AXES}")
     if any(type(size) is not int or size < 0 for size in shape):
         raise ProtocolError(f"input {name!r}: shape {shape}, expected whole numbers from 0")
     return np.dtype(DTYPES[datatype]), math.prod(shape)

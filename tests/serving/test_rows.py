@@ -226,6 +226,7 @@ def test_tensors_behind_the_json() -> None:
         (b"[]", None, "not one of the Open Inference Protocol"),
         (b"{}", None, "the request has no 'inputs'"),
         (body({**TENSOR, "shape": [-1, 4]}), None, r"shape \(-1, 4\), expected whole numbers from 0"),
+        (body({**TENSOR, "shape": [1] * 100_000}), None, "input 'image': 100000 sizes in its shape, expected"),
         (body({**TENSOR, "shape": [2.5, 2]}), None, r"shape \(2\.5, 2\), expected whole numbers from 0"),
         (body({**TENSOR, "shape": "22"}), None, r"shape \('2', '2'\), expected whole numbers from 0"),
         (body(TENSOR, TENSOR), None, "input 'image' was given twice: give it once"),
