@@ -96,7 +96,10 @@ def _array(tensor: Mapping[str, Any], binary: memoryview) -> tuple[np.ndarray, m
     if nbytes != count * dtype.itemsize or nbytes > len(binary):
         expected = f"{count * dtype.itemsize} bytes for {datatype} of shape {shape}"
         raise ProtocolError(f"input {name!r}: {nbytes} of {len(binary)} bytes, expected {expected}")
-    return np.frombuffer(binary[:nbytes], dtype).reshape(shape), binary[nbytes:]
+    own = binary[:nbytes]
+    if dtype.kind == "b" and set(own.tobytes()) - {0, 1}:
+        raise ProtocolError(f"input {name!r}: bytes other than 0 and 1 are no BOOL")
+    return np.frombuffer(own, dtype).reshape(shape), binary[nbytes:]
 
 
 def listed_array(name: str, datatype: str, shape: tuple[int, ...], values: Any) -> np.ndarray:

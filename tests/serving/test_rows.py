@@ -198,6 +198,9 @@ def body(*tensors: object, **more: object) -> bytes:
     return json.dumps({"inputs": tensors, **more}).encode()
 
 
+MASK = body({"name": "mask", "shape": [4], "datatype": "BOOL", "parameters": {"binary_data_size": 4}})
+
+
 @pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
 def test_tensors_in_the_json(data: list[object]) -> None:
     found = oip.read_request(body({**TENSOR, "data": data}, id="a"), None)
@@ -234,6 +237,7 @@ def test_tensors_behind_the_json() -> None:
         (body({**TENSOR, "shape": [3, 2]}), None, r"4 values, its shape \(3, 2\) has 6"),
         (body({**TENSOR, "data": [[1], [2, 3]]}), None, "not one of the Open Inference Protocol"),
         (body({**TENSOR, "datatype": "BYTES"}), None, "datatype 'BYTES', expected one of"),
+        (MASK + bytes([0, 2, 1, 0]), str(len(MASK)), "input 'mask': bytes other than 0 and 1 are no BOOL"),
         (body({**TENSOR, "name": ["a"]}), None, "not one of the Open Inference Protocol"),
         (body(BINARY), None, "16 of 0 bytes, expected 16 bytes"),
         (body({**BINARY, "parameters": {"binary_data_size": 12}}) + bytes(12), "x", "not one of the Open"),
