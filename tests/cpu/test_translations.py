@@ -308,3 +308,21 @@ def test_numbers_at_steps_that_are_fractions() -> None:
     typed = [lambda x, to=to: x * torch.arange(0, 0.6, 0.1, dtype=to) for to in (torch.float64, torch.float16)]
     integers = [lambda x: x.long() + torch.arange(0, 6.5, 1.5, dtype=torch.int64)]
     agree(each([*made, *typed, *integers]), (x,), (-x,))
+
+
+def test_numbers_beside_float64_are_not_rounded_to_float32() -> None:
+    x = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+    functions = [
+        lambda x: x * 0.1,
+        lambda x: 0.1 - x,
+        lambda x: x / 0.3,
+        lambda x: 0.9999**x,
+        lambda x: x.clamp(0.7, 2.1),
+        lambda x: torch.where(x > 1.1, x, 0.1),
+        lambda x: torch.full_like(x, 0.1),
+        lambda x: x.lerp(x * 2, 0.1),
+        lambda x: x.masked_fill(x > 1.1, 0.1),
+        lambda x: torch.remainder(x, 0.3),
+    ]
+    wanted = torch.stack([function(x) for function in functions])
+    agree(lambda x, wanted: (torch.stack([function(x) for function in functions]) - wanted) * 1e9, (x, wanted))

@@ -10,6 +10,7 @@ from nimblec.frontend.pytorch.onnx_angles import exact_angles
 from nimblec.frontend.pytorch.onnx_complex import complex_views
 from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_identities import exact_identities
+from nimblec.frontend.pytorch.onnx_numbers import exact_numbers
 from nimblec.frontend.pytorch.onnx_promotion import even_types
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 
@@ -22,6 +23,7 @@ def exporting_onnx(name: str) -> Iterator[None]:
         torch.no_grad(),  # with gradients torch 2.11 refuses a parameter times a number
         exact_identities(),
         exact_angles(),
+        exact_numbers(),
         even_types(),
         complex_views(),
         rules_by_operator(),
