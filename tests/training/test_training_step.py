@@ -60,6 +60,7 @@ OPTIMIZERS: dict[str, Make] = {
         [{"params": [p]} for p in model[0].parameters()] + [{"params": model[1:].parameters(), "lr": 1e-3}], eps=1e-3
     ),
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), 1e-3, eps=1e-3, momentum=0.5),
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), 1e-2, (0.9, 0.9999), eps=1e-3),
 }
 """With an eps that is no rounding: what is left of a gradient of zero is a whole step to the others."""
 

@@ -284,7 +284,7 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
     if takes is not None and all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = takes.logical_not().float()  # type: ignore[attr-defined]
         written = []  # its kernels check found_inf, as with GradScaler
-    with nullcontext() if is_captured else _compiling(), _only_if(takes, written):
+    with nullcontext() if is_captured else _compiling(), _only_if(takes, written), _wide_counts(optimizer):
         try:
             optimizer.step()
         except BY_VALUE as exc:
@@ -292,6 +292,26 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
                 f"training_step: {type(optimizer).__name__} reads numbers from tensors in its step, and a plan is "
                 "static: take another optimizer"
             ) from exc
+
+
+@contextmanager
+def _wide_counts(optimizer: Optimizer) -> Iterator[None]:
+    """Have an optimizer that takes one parameter at a time, on the CPU, count its steps in float64, as PyTorch's does.
+
+    In float32 ``1 - beta2 ** step`` is off by 1e-5 and more, and RAdam decides by it whether it rectifies.
+    """
+    single = [group for group in optimizer.param_groups if not (group.get("foreach") or group.get("fused"))]
+    counts = [
+        (kept, count)
+        for kept in (optimizer.state[parameter] for group in single for parameter in group["params"])
+        if isinstance(count := kept.get("step"), Tensor)
+        and (count.ndim, count.dtype, count.is_cuda) == (0, torch.float32, False)
+    ]
+    for kept, count in counts:
+        kept["step"] = count.double()
+    yield
+    for kept, count in counts:
+        count.copy_(kept["step"])
 
 
 @contextmanager
