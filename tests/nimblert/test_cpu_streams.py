@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_plans import floats, plan_file, write_model
+from cpu_plans import bent_sum, floats, plan_file, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
 
+import nimblert
 from nimblert.cpu.backend import CpuBackend
 from nimblert.cpu.streams import Bound, Step, Streams, Worker, interruptible, pass_gate, unlock
 from nimblert.errors import DeviceMismatchError, InputError
@@ -282,6 +283,18 @@ def test_a_stream_without_a_thread_is_a_sentence_and_nothing_is_left(
             CpuBackend(plan, plan.programs[0])
     started[0].join(timeout=30)
     assert threading.active_count() == before
+
+
+def test_a_step_runs_where_no_thread_is_left_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with nimblert.load(bent_sum(tmp_path)) as model, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        x = np.ones(4, np.float32)
+        without = model(x)
+        patch.undo()
+        assert np.array_equal(without, model(x))
 
 
 def test_a_backend_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:

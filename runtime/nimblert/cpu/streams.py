@@ -245,7 +245,10 @@ class Streams:
 
 
 def interruptible(step: Step, options: RunOptions) -> None:
-    """Run a step that might never end on another thread, so that Ctrl-C can end it."""
+    """Run a step that might never end on another thread, so that Ctrl-C can end it.
+
+    Where no thread can be started, the step runs on this one, and Ctrl-C waits for its end.
+    """
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -264,7 +267,11 @@ def interruptible(step: Step, options: RunOptions) -> None:
         worker.join()
 
     try:
-        worker.begin()
+        try:
+            worker.begin()
+        except RuntimeError:
+            step()
+            return
         worker.start()
         worker.wait()
     finally:
