@@ -392,6 +392,23 @@ def test_too_many_contexts_are_refused_and_leave_no_file_open(path: Path) -> Non
     assert file_count() <= before
 
 
+@pytest.mark.parametrize("name", ["nimblert-pool", "nimblert-pool-copy"])
+def test_without_a_thread_left_a_pool_is_refused_and_leaves_no_file_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before, start = file_count(), threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(InputError, match=r"a thread cannot be started \(can't start new thread\), .*: give fewer"):
+        load_pool(path, processes=True, contexts=1)
+    until(lambda: file_count() <= before)
+
+
 @pytest.mark.parametrize(("module", "name"), [(select, "epoll"), (os, "open")])
 def test_without_a_file_left_a_pool_is_refused_and_leaves_no_file_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str

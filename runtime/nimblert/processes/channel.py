@@ -128,6 +128,17 @@ def opened(opening: Callable[..., Any], *args: object) -> Any:
         ) from exc
 
 
+def begin(thread: threading.Thread) -> None:
+    """Start a thread. Raises InputError where this process may not have so many."""
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise InputError(
+            f"processes: a thread cannot be started ({exc}), and each process needs one for each context, the pool's "
+            "own five: give fewer contexts, or let them have more threads and memory"
+        ) from exc
+
+
 class Place:
     """Where an array lies in shared memory: bytes ``offset`` to ``end``."""
 

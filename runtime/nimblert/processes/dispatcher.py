@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nimblert.errors import DeviceLostError, InputError, NimbleError
-from nimblert.processes.channel import DONE, Channel, ends, error_of, opened
+from nimblert.processes.channel import DONE, Channel, begin, ends, error_of, opened
 from nimblert.processes.layout import Layout
 from nimblert.processes.process import Process, Slot
 
@@ -150,7 +150,7 @@ class Dispatcher:
         started = 0
         try:
             for thread in self._threads:
-                thread.start()
+                begin(thread)
                 started += 1
         except BaseException:
             self._at_end, self._stopped = tuple, True

@@ -17,7 +17,7 @@ from nimblert.errors import CudaError
 from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.processes import weights
-from nimblert.processes.channel import DONE, READY, Channel, Memory, error_message
+from nimblert.processes.channel import DONE, READY, Channel, Memory, begin, error_message
 from nimblert.processes.layout import Layout, Layouts, Views
 
 
@@ -27,18 +27,18 @@ def main(text: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # the pool decides when to end
     given = json.loads(text)
     control, *sockets = (Channel(socket.socket(fileno=file)) for file in given["sockets"])
-    threading.Thread(target=_end_with, args=(control,), daemon=True).start()
     try:
+        begin(threading.Thread(target=_end_with, args=(control,), daemon=True))
         executable = _loaded(given)
         contexts = [executable, *(executable.context() for _ in sockets[1:])]
         if given["warm"]:
             for context in contexts:
                 context.warm()
+        for context, channel, file in zip(contexts, sockets, given["memories"], strict=True):
+            begin(threading.Thread(target=_serve, args=(context, channel, Memory(file), control), daemon=True))
     except Exception as exc:  # noqa: BLE001 - the pool raises it
         control.send(error_message(exc))
         return
-    for context, channel, file in zip(contexts, sockets, given["memories"], strict=True):
-        threading.Thread(target=_serve, args=(context, channel, Memory(file), control), daemon=True).start()
     control.send(READY)
     new_weights = Memory(given["weights"])
     while message := control.receive():
