@@ -105,30 +105,37 @@ def graph_of(
 
     ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
     """
-    _refuse_random(optimized.proto.graph, optimized.arrays)  # functions are inlined by now
+    computed = _computed(optimized.proto.graph)  # functions are inlined by now, and what is known is a constant
+    _refuse_random(optimized.proto.graph, optimized.arrays, computed)
     builder = _Builder(optimized, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     return builder.graph()
 
 
-def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray]) -> None:
-    given = {value.name for value in graph.input} - constants.keys()
+def _computed(graph: GraphProto) -> frozenset[str]:
+    """The values that nodes compute, also in the bodies of nodes."""
+    nodes = (node for node in model_nodes.nodes(graph) if node.op_type != "Constant")
+    return frozenset(name for node in nodes for name in node.output if name)
+
+
+def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray], computed: Collection[str] = ()) -> None:
+    varying = {value.name for value in graph.input}.union(computed) - constants.keys()
     for node in model_nodes.nodes(graph):
-        if _is_random(node, constants, given):
+        if _is_random(node, constants, varying):
             raise UnsupportedModelError(
                 f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, so that two runs of a "
                 f"plan would differ; export the model for inference, or make them an input"
             )
 
 
-def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], given: Collection[str]) -> bool:
-    """Whether a node draws random numbers: dropout does in training mode, and may if the mode is an input."""
+def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], varying: Collection[str]) -> bool:
+    """Whether a node draws random numbers: dropout does in training mode, and may if the mode is ``varying``."""
     if model_nodes.operator_name(node) != "Dropout":
         return model_nodes.operator_name(node) in _RANDOM
     names = [*node.input[1:], "", ""][:2]
     ratio, training = map(constants.get, names)
-    if names[1] in given:
+    if names[1] in varying:
         return True
     return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
 

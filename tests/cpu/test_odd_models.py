@@ -459,9 +459,18 @@ def test_what_a_plan_cannot_hold_is_refused_by_name(
         plan_file(path)
 
 
-def test_dropout_that_a_caller_could_turn_on_is_refused(path: Path) -> None:
-    drop = node("Dropout", ["x", "", "training"], ["y"], name="drop")
-    write_model(path, [drop], [floats("x", 2, 3), ("training", TensorProto.BOOL, ())], [floats("y", 2, 3)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        [],
+        [node("Not", ["training"], ["mode"])],
+        [node("ReduceMax", ["x"], ["m"], keepdims=0), node("Cast", ["m"], ["mode"], to=TensorProto.BOOL)],
+    ],
+    ids=["an input", "the opposite of one", "of the data"],
+)
+def test_dropout_that_a_caller_could_turn_on_is_refused(path: Path, mode: list) -> None:
+    drop = node("Dropout", ["x", "", "mode" if mode else "training"], ["y"], name="drop")
+    write_model(path, [*mode, drop], [floats("x", 2, 3), ("training", TensorProto.BOOL, ())], [floats("y", 2, 3)])
     with pytest.raises(UnsupportedModelError, match=r"node 'drop' \(Dropout\): draws random numbers"):
         plan_file(path)
 
