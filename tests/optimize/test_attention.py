@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention as attention
 
@@ -228,6 +228,13 @@ def test_masks_that_say_more_stay() -> None:
     after = rewritten(before, canonicalize_masks)
     masks = [n.args[3].meta["val"].dtype for n in after.graph.nodes if FUSED in str(n.target)]
     assert masks == [torch.bool, torch.bool]
+
+
+def test_a_mask_of_an_empty_batch() -> None:
+    inputs = [torch.zeros(0, HEADS, TOKENS, SIZE) for _ in range(3)]
+    before = record(lambda q, k, v: attention(q, k, v, SOME.expand(0, 1, TOKENS, TOKENS).clone()), *inputs)
+    (result,) = run(rewritten(before, canonicalize_masks), *inputs)
+    assert result.shape == inputs[0].shape
 
 
 def test_layers_share_one_added_mask() -> None:

@@ -219,3 +219,13 @@ def test_what_would_spare_no_copy_stays(function: Callable[[Tensor], Tensor]) ->
 
 def _calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
     return [n for n in module.graph.nodes if getattr(n.target, "_opname", "") == name]
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (0, 8, 1, 1), (2, 0, 4, 4)])
+def test_concatenations_of_nothing_stay(shape: tuple[int, ...]) -> None:
+    def model(x: Tensor) -> Tensor:
+        parts = [part.contiguous(memory_format=torch.channels_last) for part in (torch.relu(x), x)]
+        return torch.cat(parts, 1)
+
+    before = record(model, torch.empty(shape))
+    assert rewritten(before, concatenate_in_place).code == before.code

@@ -101,7 +101,8 @@ def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
 def _is_of_channels(node: fx.Node) -> bool:
     """Whether it concatenates channels of images of several pixels, channels last."""
     value = fake(node)
-    return bound(node)["dim"] in {1, -3} and is_channels_last(value) and value[0, 0].numel() > 1
+    has_pixels = value.numel() > value.shape[:2].numel()
+    return bound(node)["dim"] in {1, -3} and has_pixels and is_channels_last(value)
 
 
 def _parts(node: fx.Node, joins: Collection[fx.Node]) -> tuple[fx.Node, ...]:

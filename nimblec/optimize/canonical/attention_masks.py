@@ -70,7 +70,7 @@ def _evaluate(rewriter: Rewriter, node: fx.Node) -> Any:
 
 def _without_repeats(value: Tensor) -> Tensor:
     for axis in range(value.dim() - 2):
-        first = value.narrow(axis, 0, 1)
+        first = value.narrow(axis, 0, min(value.shape[axis], 1))
         if value.stride(axis) == 0 or torch.equal(first.expand_as(value), value):
             value = first
     return value
