@@ -176,6 +176,19 @@ def test_a_constant_of_which_another_is_made(tmp_path: Path) -> None:
     assert_refitted(compiled(path, refittable=True), new, [compiled(with_weights(path, new))])
 
 
+def test_a_quantised_constant_that_close_weights_share_is_made_of_each(tmp_path: Path) -> None:
+    nodes = [
+        node("QuantizeLinear", ["w", "scale", "zero"], ["q"]),
+        node("DequantizeLinear", ["q", "scale", "zero"], ["rounded"]),
+        node("Add", ["x", "w"], ["sum"]),
+        node("Mul", ["sum", "rounded"], ["y"]),
+    ]
+    constants = {"w": np.ones(4, np.float32), "scale": np.float32(0.1), "zero": np.int8(0)}
+    path = write_model(tmp_path / "q.onnx", nodes, [floats("x", 3, 4)], [floats("y", 3, 4)], constants=constants)
+    new = {"w": drawn(1, 4)}
+    assert_refitted(compiled(path, refittable=True), new, [compiled(with_weights(path, new))])
+
+
 def test_equal_weights_are_replaced_apart_from_each_other(tmp_path: Path) -> None:
     """A plan stores equal constants once; one that is to be given others does not."""
     same = drawn(0, 32, 32)

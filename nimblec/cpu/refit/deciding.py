@@ -29,7 +29,8 @@ _STRUCTURAL = {
 """By operator, the inputs that are sizes, places or conditions rather than numbers."""
 
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
-_SIZES = frozenset({"Shape", "Size"})
+SIZES = frozenset({"Shape", "Size"})
+"""Operators whose outputs depend on no number."""
 _NONE: frozenset[str] = frozenset()
 
 
@@ -55,7 +56,7 @@ def _walk(graph: GraphProto, outer: Mapping[str, frozenset[str]], found: set[str
         given = [name for name in node.input if name]
         if bodies or not all(name in origins for name in given):
             continue
-        of = _NONE if node.op_type in _SIZES else _NONE.union(*(origins[name] for name in given))
+        of = _NONE if node.op_type in SIZES else _NONE.union(*(origins[name] for name in given))
         if not _changes(node):
             found |= of
         origins |= dict.fromkeys(node.output, of)

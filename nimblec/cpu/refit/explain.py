@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from math import prod
 
@@ -15,6 +16,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels
+from nimblec.cpu.refit.deciding import SIZES
 from nimblec.cpu.refit.recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
 from nimblec.frontend.onnx import model_nodes
 from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
@@ -73,7 +75,8 @@ def explain(
 ) -> Explained:
     """Recipes for the ``constants`` of the model that ``model``, with these ``weights``, was optimised to.
 
-    ``others`` are the constants for other weights; a constant that is the same there depends on none.
+    ``others`` are the constants for other weights; a constant that is the same there depends on none, unless it is
+    known to be rounded.
     """
     known = folded_values(model, weights)
     candidates = list(dict.fromkeys(known.values()))
@@ -82,9 +85,9 @@ def explain(
     recipes: dict[str, Recipe] = {}
     unknown = []
     for name, array in constants.items():
-        if name in others and _same(array, others[name]):
-            continue
         found = known.get(name)
+        if name in others and _same(array, others[name]) and not _is_rounded(found):
+            continue
         if found is None or not _same(values.of(found), array):
             found = values.find(array)
         if found is None or not _is_callable(found, header):
@@ -92,6 +95,15 @@ def explain(
         else:
             recipes[name] = found
     return Explained(recipes=settled(recipes, header), unknown=tuple(unknown))
+
+
+@cache
+def _is_rounded(recipe: Recipe | None) -> bool:
+    """Whether weights are quantised on the way to a value, so that close ones may give the same."""
+    if not isinstance(recipe, Result) or not sources(recipe):
+        return False
+    op_type = NodeProto.FromString(recipe.node).op_type
+    return op_type == "QuantizeLinear" or (op_type not in SIZES and any(map(_is_rounded, recipe.inputs)))
 
 
 def _is_callable(recipe: Recipe, header: kernels.Header) -> bool:
