@@ -39,9 +39,9 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         modules=first.graph.modules,
         kernels=first.graph.kernels,
         weights_nbytes=first.memory.weights_nbytes,
-        weights=_united((part.entry, weights(part.graph, part.memory)) for part in parts),
+        weights=_united((part.name, weights(part.graph, part.memory)) for part in parts),
         state_nbytes=first.memory.state_nbytes,
-        state=_united((part.entry, state(part.graph, part.memory)) for part in parts),
+        state=_united((part.name, state(part.graph, part.memory)) for part in parts),
         programs=tuple(map(_program, parts)),
         refits=refits(parts),
     )
@@ -53,15 +53,15 @@ def _program(part: Part) -> Program:
 
 
 def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
-    """The tensors of a region that the parts share, each once, by ascending offset; given by part with its entry.
+    """The tensors of a region that the parts share, each once, by ascending offset; given by part with its name.
 
-    Another tensor of a name that an earlier part has is called ENTRY.NAME.
+    Another tensor of a name that an earlier part has is called PART.NAME.
     """
     found: dict[int, Weight] = {}
-    for entry, tensors in contents:
+    for part, tensors in contents:
         taken = {tensor.name for tensor in found.values()}
         for tensor in tensors:
-            name = f"{entry}.{tensor.name}" if tensor.name and tensor.name in taken else tensor.name
+            name = f"{part}.{tensor.name}" if tensor.name and tensor.name in taken else tensor.name
             found.setdefault(tensor.offset, replace(tensor, name=name))
     return tuple(found[offset] for offset in sorted(found))
 

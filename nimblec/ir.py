@@ -10,7 +10,7 @@ from typing import TypeAlias
 from nimblert.plan import Dim3, Kernel, Module, Profile, ScheduleRecord
 
 LIBRARY_MEMORY = "memory of a library"
-"""The prefix of names of state that is not the model's: a library keeps it on the GPU between its calls."""
+"""Part of the names of state that is not the model's: a library keeps it on the GPU between its calls."""
 
 
 class BufferKind(enum.Enum):

@@ -103,6 +103,13 @@ def test_states_of_one_storage_are_one_state_for_all() -> None:
     assert pointers == [plans.pointer(Region.STATE, offset) for offset in (4, 4, 260)]
 
 
+def test_states_of_three_sizes_have_names_of_their_own() -> None:
+    alone = graph("code", constant(1, 2, name="memory", kind=BufferKind.STATE), written=0)
+    plan = assemble([part(alone, "main", profile=(("n", size),)) for size in (1, 2, 3)], PROVENANCE)
+    assert [tensor.name for tensor in plan.state] == ["memory", "main[n=2].memory", "main[n=3].memory"]
+    assert not [problem for problem in verify.problems(plan) if problem.startswith("state")]
+
+
 class _Module:
     """What holds tensors of one storage each."""
 

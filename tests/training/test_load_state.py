@@ -105,6 +105,12 @@ def test_what_the_state_tells_of_is_there(keeping: str) -> None:
     assert model.weight.tolist() == [[1] * 3] * 2
 
 
+def test_memory_of_a_library_in_either_entry_is_left_out() -> None:
+    model, names = small(), ("memory of a library 0", "evaluate.memory of a library 0")
+    nimblec.load_state(model, {**kept_by_adam(), **{name: np.zeros(4, np.uint8) for name in names}}, adam(model))
+    np.testing.assert_array_equal(model.bias.detach().numpy(), kept_by_adam()["model.bias"])
+
+
 def test_a_state_of_another_kind_of_optimizer_is_refused() -> None:
     model = small()
     plain, momentum = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)

@@ -48,7 +48,7 @@ def load_state(
             f"load_state: state: got {type(state).__name__}, expected arrays by name, as a plan's state is: exe.state, "
             "or what safetensors loads"
         )
-    values = {name: _tensor(name, value) for name, value in state.items() if not name.startswith(LIBRARY_MEMORY)}
+    values = {name: _tensor(name, value) for name, value in state.items() if LIBRARY_MEMORY not in name}
     tensors = {f"{MODEL}.{name}": tensor for name, tensor in named_tensors(model).items()}
     sums = {f"{SUM}.{name}": parameter for name, parameter in model.named_parameters()}
     _refuse_another(values, {**tensors, **sums})
