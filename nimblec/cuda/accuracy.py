@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nimblec.difference import difference
+from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
 from nimblert import golden
 from nimblert.plan import Program
@@ -45,7 +45,8 @@ def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """The mean difference, relative to the largest magnitude expected; 0 for an empty array."""
-    a, b = expected.astype(np.float64), found.astype(np.float64)
-    scale = float(np.abs(a).max(initial=0.0))
-    return float(np.abs(a - b).mean()) / scale if scale > 0 else 0.0
+    """The mean difference of what is finite in both, relative to the largest magnitude expected; 0 where nothing is."""
+    a, b = numbers(expected), numbers(found)
+    finite = np.isfinite(a) & np.isfinite(b)
+    scale = float(np.abs(a[finite]).max(initial=0.0))
+    return float(np.abs(a[finite] - b[finite]).mean()) / scale if scale > 0 else 0.0

@@ -33,6 +33,21 @@ def test_a_difference_above_the_limit_is_refused() -> None:
         list(accuracy.report(PROGRAM, _model(0.0), _model(0.04), 0.005))
 
 
+@pytest.mark.parametrize(
+    ("expected", "found", "told"),
+    [
+        ([4.0, -np.inf, np.nan], [4.0, -np.inf, np.nan], "at most 0, 0 on average"),
+        ([4.0, -np.inf, 1.0], [4.0, -np.inf, 1.04], "at most 0.01, 0.005 on average"),
+        ([4 + 1j], [4 + 1.08j], "at most 0.02, 0.01 on average"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_infinities_and_complex_numbers_have_a_mean(expected: list, found: list, told: str) -> None:
+    runs = ([np.array(numbers) for _ in PROGRAM.outputs] for numbers in (expected, found))
+    original, changed = (lambda _, run=run: run for run in runs)
+    assert all(told in sentence for sentence in accuracy.report(PROGRAM, original, changed, None))
+
+
 def test_nan_is_no_small_difference() -> None:
     with pytest.raises(CompileError, match="inf"):
         list(accuracy.report(PROGRAM, _model(0.0), _model(float("nan")), 0.5))
