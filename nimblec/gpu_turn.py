@@ -84,12 +84,13 @@ def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
         return
     with file:
         with turnstile:
-            _lock(turnstile, pauses)
-            _lock(file, pauses)
+            lock(turnstile, pauses)
+            lock(file, pauses)
         yield
 
 
-def _lock(file: IO[bytes], pauses: int) -> None:
+def lock(file: IO[bytes] | int, pauses: int = _PAUSES) -> None:
+    """Lock an open file or folder until it is closed; without effect after that many ``pauses``, or without locks."""
     for _ in range(pauses):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,15 +6,18 @@ since decisions were taken by it. So a second compilation on the same machine ma
 """
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
 
+from nimblec.gpu_turn import lock
 from nimblec.planning import Timer
 from nimblert.errors import NimbleError
-from nimblert.files.replacing import replacing
+from nimblert.files.replacing import destination, replacing
 from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
 
 _LONGEST_NS = 24 * 3600 * 10**9
@@ -54,13 +57,13 @@ class TimingCache:
         """Add new times to the file; those that another process has written there meanwhile stay."""
         if not self._new:
             return
-        known = self._read()
-        if known is None:
-            return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path) as file:
-                file.write(json.dumps(self._new | known, sort_keys=True).encode())
+            with _alone(destination(self._path).parent):
+                known = self._read()
+                if known is not None:
+                    with replacing(self._path) as file:
+                        file.write(json.dumps(self._new | known, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
@@ -95,6 +98,17 @@ class TimingCache:
 
     def _note(self, problem: str) -> None:
         self._notes[f"timing cache {self._path}: {problem}"] = None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, so that no other process adds times to a file there meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class CachedTimer:

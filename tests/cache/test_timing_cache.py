@@ -3,7 +3,9 @@
 import json
 import os
 import struct
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -144,6 +146,22 @@ def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
     one.save()
     other.save()
     assert json.loads(path.read_text()) == {"a": 1, "b": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_saving_at_the_same_time_keeps_all(tmp_path: Path) -> None:
+    path, count = tmp_path / "t.json", 8
+    barrier = threading.Barrier(count)
+
+    def save(number: int) -> None:
+        cache = TimingCache(path)
+        cache[str(number)] = number
+        barrier.wait()
+        cache.save()
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(save, range(count)))
+    assert json.loads(path.read_text()) == {str(number): number for number in range(count)}
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
