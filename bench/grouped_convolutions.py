@@ -46,9 +46,9 @@ def _depthwise(channels: int, size: int, kernel: int, *, stride: int = 1, dilati
     )
 
 
-def _grouped(read: int, made: int, *, size: int = 28, kernel: int = 3, groups: int | None = None) -> Case:
+def _grouped(read: int, made: int, *, kernel: int = 3, groups: int | None = None) -> Case:
     groups = groups or max(2, 128 // read)
-    return Case(channels=read * groups, results=made * groups, size=size, kernel=kernel, groups=groups)
+    return Case(channels=read * groups, results=made * groups, size=28, kernel=kernel, groups=groups)
 
 
 CASES = (

@@ -24,6 +24,8 @@ class Times(Protocol):
 
 FINALISTS = 3
 """How many calls besides the first are timed thoroughly."""
+_MARGIN = 0.02
+"""The part of the first call's time that another must save to be the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +41,21 @@ class Choice:
 
 
 def choose(
-    calls: Mapping[str, Callable[[int], object]], timer: Timer, *, screen: Timer | None = None, margin: float = 0.02
+    calls: Mapping[str, Callable[[int], object]], timer: Timer, *, screen: Timer | None = None
 ) -> Choice:
     """Time all calls, or with ``screen``, a shorter timer, the first one and those that are fastest by it."""
     first, *others = calls
     if screen is not None and len(others) > FINALISTS:
         rough = {name: screen(calls[name]) for name in others}
         others = sorted(rough, key=rough.__getitem__)[:FINALISTS]
-    return rank({name: timer(calls[name]) for name in (first, *others)}, margin=margin)
+    return rank({name: timer(calls[name]) for name in (first, *others)})
 
 
-def rank(times: Mapping[str, float], *, margin: float = 0.02) -> Choice:
-    """Rank calls by time; the first one named stays the best unless another is faster by more than ``margin``."""
+def rank(times: Mapping[str, float]) -> Choice:
+    """Rank calls by time; the first one named stays the best unless another is faster by more than 2 %."""
     first = next(iter(times))
     ranked = sorted(times, key=times.__getitem__)
-    if times[ranked[0]] > times[first] * (1 - margin):
+    if times[ranked[0]] > times[first] * (1 - _MARGIN):
         ranked.remove(first)
         ranked.insert(0, first)
     return Choice(best=ranked[0], runner_up=ranked[1] if len(ranked) > 1 else None, microseconds=times)

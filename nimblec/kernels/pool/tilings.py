@@ -10,6 +10,8 @@ from nimblec.kernels.pool.shapes import Means, Pooling
 
 _SECTOR_NBYTES = 32
 """Bytes of the smallest read from the L2 cache."""
+_MOST = 6
+"""Candidates of a pooling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +19,12 @@ class PoolTiling(PixelTiling):
     """The division of a pooling; for means a block reads ``block_m`` pixels at a time."""
 
 
-def pool_candidates(shape: Pooling, gpu: GPU, *, limit: int = 6) -> list[PoolTiling]:
-    """At most ``limit`` tilings, those of about two blocks per multiprocessor and little work past the edges first."""
+def pool_candidates(shape: Pooling, gpu: GPU) -> list[PoolTiling]:
+    """Six tilings at most, those of about two blocks per multiprocessor and little work past the edges first."""
     widest = next_power_of_2(shape.channels)
     widths = [width for width in (8, 16, 32, 64, 128) if width <= widest] or [widest]
     found = (tiling for width in widths for tiling in _tall(width))
-    return by_load(found, shape.rows, shape.channels, gpu)[:limit]
+    return by_load(found, shape.rows, shape.channels, gpu)[:_MOST]
 
 
 def _tall(block_c: int) -> Iterator[PoolTiling]:
@@ -34,8 +36,8 @@ def _tall(block_c: int) -> Iterator[PoolTiling]:
                 yield PoolTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
 
 
-def mean_candidates(shape: Means, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[PoolTiling]:
-    """At most ``limit`` tilings, by a rough model of the time; ``itemsize``: bytes of an element."""
+def mean_candidates(shape: Means, gpu: GPU, *, itemsize: int = 2) -> list[PoolTiling]:
+    """Six tilings at most, by a rough model of the time; ``itemsize``: bytes of an element."""
 
     def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
         blocks = shape.images * ceil_div(shape.channels, tiling.block_c)
@@ -47,7 +49,7 @@ def mean_candidates(shape: Means, gpu: GPU, *, limit: int = 6, itemsize: int = 2
         time = max(alone, blocks * read / gpu.speed.l2_bytes) + steps * (0.1 + 0.01 * numbers)
         return time + 0.1 * tiling.num_warps**0.5, tiling.numbers
 
-    return sorted(_of_means(shape), key=cost)[:limit]
+    return sorted(_of_means(shape), key=cost)[:_MOST]
 
 
 def _of_means(shape: Means) -> Iterator[PoolTiling]:

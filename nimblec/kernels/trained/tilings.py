@@ -15,6 +15,8 @@ from nimblec.kernels.gemm.tilings import Tiling, candidates
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FEWEST_SUMS, _MOST_SUMS = 4, 64
 """Float32 sums that a thread of a `DepthwiseSum` holds."""
+_MOST_DEPTHWISE = 8
+"""Candidates of a depthwise convolution or gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +88,7 @@ def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling
     return list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def depthwise_forward_candidates(
-    shape: Convolution, gpu: GPU, *, itemsize: int, limit: int = 8
-) -> list[DepthwiseTiling]:
+def depthwise_forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[DepthwiseTiling]:
     """Tilings for a depthwise convolution itself.
 
     A thread computes some channels of one, two or four pixels: it reads their weights, which lie apart, only once.
@@ -107,7 +107,7 @@ def depthwise_forward_candidates(
         DepthwiseTiling(block_m=block_m, block_c=block_c, num_warps=num_warps)
         for block_m, block_c, num_warps in product((2, 4, 8, 16, 32, 64, 128), (16, 32, 64, 128), (1, 2, 4, 8))
     )
-    return sorted((tiling for tiling in found if pixels(tiling) in (1, 2, 4)), key=cost)[:limit]
+    return sorted((tiling for tiling in found if pixels(tiling) in (1, 2, 4)), key=cost)[:_MOST_DEPTHWISE]
 
 
 def depthwise_image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[DepthwiseTiling]:
@@ -115,7 +115,7 @@ def depthwise_image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -
     return depthwise_forward_candidates(image_product(shape), gpu, itemsize=itemsize)
 
 
-def depthwise_weight_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8) -> list[DepthwiseSum]:
+def depthwise_weight_candidates(shape: Convolution, gpu: GPU) -> list[DepthwiseSum]:
     """Tilings for the gradient of depthwise weights, those of about two blocks per multiprocessor first."""
 
     def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
@@ -125,7 +125,7 @@ def depthwise_weight_candidates(shape: Convolution, gpu: GPU, *, limit: int = 8)
         own = steps * (tiling.sums(shape) + 16) + 4 * tiling.split_k + 64
         return turns * own * past_the_edge, tiling.numbers
 
-    return sorted(_depthwise(shape), key=cost)[:limit]
+    return sorted(_depthwise(shape), key=cost)[:_MOST_DEPTHWISE]
 
 
 def _depthwise(shape: Convolution) -> Iterator[DepthwiseSum]:
