@@ -113,6 +113,8 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
+            if exc.errno is None:  # a signal handler's TimeoutError
+                raise
             return f"plan cache {self._folder}: not used: {exc.strerror}; --no-plan-cache leaves it out"
         return None
 
@@ -132,6 +134,8 @@ class PlanCache:
         except (FileNotFoundError, NimbleError):  # the compiler will report what cannot be written
             return None, None
         except (OSError, ValueError) as exc:
+            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+                raise
             return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
         with suppress(OSError):  # of a folder that can only be read
             os.utime(kept)
@@ -151,6 +155,8 @@ class PlanCache:
                 said.replace(self._folder / f"{key}.json")
             self._make_room()
         except (OSError, NimbleError) as exc:
+            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+                raise
             return f"not kept in the plan cache {self._folder}: {getattr(exc, 'strerror', None) or exc}"
         return None
 
@@ -178,7 +184,7 @@ def _check_copy(record: Record, key: str, copy: Path, kept: Path) -> None:
 
 
 def _check_regular(*paths: Path) -> None:
-    """Raise OSError for what is not a regular file: opening a pipe may block forever."""
+    """Raise ValueError for what is not a regular file: opening a pipe may block forever."""
     for path in paths:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(f"{path}: not a regular file")
+            raise ValueError(f"{path}: not a regular file")

@@ -93,7 +93,9 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
             "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
-    except (CompileError, OSError, UnicodeDecodeError, MemoryError):
+    except (CompileError, OSError, UnicodeDecodeError, MemoryError) as exc:
+        if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+            raise
         return None
     return PlanKey(digest=_digest(parts), files=found) if now == first else None
 
@@ -112,7 +114,7 @@ def _files(source: Source) -> dict[str, Path]:
 def _status(path: Path) -> tuple[int, ...]:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path}: not a regular file, which could be read forever")
+        raise CompileError(f"{path}: not a regular file, which could be read forever")
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 

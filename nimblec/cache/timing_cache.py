@@ -65,6 +65,8 @@ class TimingCache:
                     with replacing(self._path) as file:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
+            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+                raise
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
 
