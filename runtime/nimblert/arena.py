@@ -1,15 +1,15 @@
 """Arena: scratch memory that contexts of several plans use in turn."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from nimblert.calls.turn import Turn
 from nimblert.errors import InputError
 from nimblert.files import container
 from nimblert.limits import is_integer
 from nimblert.plan import Plan, Target
+
+if TYPE_CHECKING:
+    from nimblert.calls.turn import Turn
 
 
 class Arena:
@@ -69,20 +69,20 @@ class Arena:
         if self.memory is None:
             raise InputError("the arena is closed: make another one, and load the plan into it")
 
-    @contextmanager
-    def turn(self, owner: Turn | None = None) -> Iterator[None]:
-        """A run in the arena, or the start of one by steps, whose ``owner`` keeps it until `owner` is reset or closed.
+    def taken(self) -> threading.Lock:
+        """The lock of a run; within it `check_free` comes first. Raises InputError while another run has it.
 
-        Raises InputError while another run has it, and once it is closed.
+        No context manager of a generator, as in `nimblert.calls.turn.Guard`.
         """
-        if not self._busy.locked():
-            with self._busy:  # a run that has begun since is waited for; it may have left steps half done
-                self._check_open()
-                if self.owner is None or self.owner.closed:
-                    self.owner = owner
-                    yield
-                    return
-        raise InputError("the arena is in use by another context: run one after the other")
+        if self._busy.locked():
+            raise _in_use()
+        return self._busy  # a run that has begun since is waited for
+
+    def check_free(self) -> None:
+        """Raise InputError where a run by steps is half done, and once it is closed."""
+        self._check_open()
+        if self.owner is not None and not self.owner.closed:
+            raise _in_use()
 
     def close(self) -> None:
         """Free the memory; calling it twice is harmless."""
@@ -95,3 +95,7 @@ class Arena:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_use() -> InputError:
+    return InputError("the arena is in use by another context: run one after the other")

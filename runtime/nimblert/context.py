@@ -171,15 +171,15 @@ class Context:
         turn, arena, bindings = self._turn, self._arena, self._bindings[program.entry]
         steps: Steps | None = None
         try:
-            with turn.taken(), turn.lock:
-                turn.check_ready()
+            with turn.taken(), turn.lock, self._in_arena():
+                self._check_ready()
                 backend = self._backends[program.name]
-                steps = backend.steps()
-                with nullcontext() if arena is None else arena.turn(turn):
-                    turn.steps = steps
-                    self._changed()
-                    turn.program, turn.parts = program, 1
-                    backend.place(checked)
+                steps = turn.steps = backend.steps()
+                if arena is not None:
+                    arena.owner = turn
+                self._changed()
+                turn.program, turn.parts = program, 1
+                backend.place(checked)
             while True:
                 with turn.taken(), turn.lock:
                     turn.check_ready(steps)
@@ -202,7 +202,7 @@ class Context:
         """
         program, checked = self._choose(self._signatures[entry], arrays)
         with self._turn.taken(), self._turn.lock, self._in_arena():
-            self._turn.check_ready()
+            self._check_ready()
             backend = self._backend(program)
             self._turn.parts = 1
             backend.place(checked)
@@ -316,7 +316,7 @@ class Context:
         chosen = signature.serve(checked) if program is None else program
         taken = checked_out(chosen.outputs, out, take) if out else {}
         with self._turn.taken(), self._turn.lock, self._in_arena():
-            self._turn.check_ready()
+            self._check_ready()
             bindings.check_unchanged(changes)
             if isinstance(chosen, Program):
                 if taken:
@@ -352,8 +352,14 @@ class Context:
         return self._backends[program.name]
 
     def _in_arena(self) -> AbstractContextManager[object]:
-        """A run in the shared arena, if there is one."""
-        return _ALONE if self._arena is None else self._arena.turn()
+        """The lock of the shared arena, if there is one."""
+        return _ALONE if self._arena is None else self._arena.taken()
+
+    def _check_ready(self) -> None:
+        """Raise InputError where no run can begin."""
+        self._turn.check_ready()
+        if self._arena is not None:
+            self._arena.check_free()
 
     def _changed(self) -> None:
         """End direct calls and relaunches: the next call looks at everything again."""
@@ -367,7 +373,7 @@ class Context:
         Raises InputError where its call was split, or a bound array has moved or belongs to another program.
         """
         turn = self._turn
-        turn.check_ready()
+        self._check_ready()
         if turn.parts > 1:
             why = f"the call before was split into {turn.parts} runs, of which only the last could be repeated"
             raise InputError(f"{why}: call again, or give sizes that one run covers")

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from concurrency import interrupting
 from cpu_plans import floats, plan_file, write_model
+from interrupting import interrupted_at
 from onnx import helper
 from sized_plans import sized
 
@@ -394,6 +396,20 @@ def test_an_arena_in_use_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch
                 model(drawn(0))
             busy.go_on.set()
             assert np.array_equal(running.result(), expected)
+
+
+def test_a_run_gives_its_arena_back_wherever_it_is_interrupted(small: Path) -> None:
+    """While the exception is handled, too, and its traceback keeps what was interrupted."""
+    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
+        context, expected = model.context(arena=arena), model(drawn(0))
+        context(drawn(0))
+        for place in count(1):
+            try:
+                if not interrupted_at(place, lambda: context(drawn(0))):
+                    break
+            except KeyboardInterrupt:
+                assert np.array_equal(model(drawn(0)), expected)
+    assert place > 20
 
 
 def test_a_closed_context_gives_its_arena_back(small: Path) -> None:

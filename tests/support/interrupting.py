@@ -33,3 +33,26 @@ def interrupted(turn: Turn, call: Callable[[], Any], action: Callable[[], object
         sys.setprofile(None)
     (message,) = found
     return result, message
+
+
+def interrupted_at(place: int, call: Callable[[], object]) -> bool:
+    """Raise KeyboardInterrupt at one of the places of a call where signals are handled; False where it has fewer.
+
+    These are the starts of functions, and the ends of those that are not written in Python.
+    """
+    left = place
+
+    def count(_: object, event: str, function: object) -> None:
+        nonlocal left
+        if event == "call" or (event == "c_return" and function is not sys.setprofile):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return left <= 0
