@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -570,6 +571,16 @@ def test_a_tensor_without_memory_is_refused_in_one_line(model: Executable) -> No
     torch = pytest.importorskip("torch")
     with pytest.raises(InputError, match=r"it does not come by DLPack: [^\n]*$"):
         model(torch.empty(4, 8, device="meta"))
+
+
+def test_an_array_whose_library_names_no_device_is_refused(model: Executable) -> None:
+    """As JAX for an array on several devices."""
+
+    def refuse() -> None:
+        raise BufferError("__dlpack__ only supported for unsharded arrays.")
+
+    with pytest.raises(InputError, match=r"^input 'x': it does not come by DLPack: __dlpack__ only supported for un"):
+        model(SimpleNamespace(__dlpack_device__=refuse))
 
 
 def test_arrays_on_a_gpu_are_refused_by_a_cpu_plan(model: Executable) -> None:

@@ -63,12 +63,18 @@ class DeviceArray:
 
 
 def place(value: Any) -> tuple[str, int] | None:
-    """The device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array."""
+    """The device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array.
+
+    Raises InputError where its library refuses.
+    """
     if isinstance(value, DeviceArray):
         return "cuda", value.device
     asked = getattr(value, "__dlpack_device__", None)
     if asked is not None:
-        kind, ordinal = asked()
+        try:
+            kind, ordinal = asked()
+        except dlpack.REFUSALS as exc:
+            raise _not_exported(exc) from exc
         return ("cuda", int(ordinal)) if kind == dlpack.CUDA else ("cpu", 0) if kind in {_CPU, _PAGE_LOCKED} else None
     return ("cuda", -1) if hasattr(value, "__cuda_array_interface__") else None
 
