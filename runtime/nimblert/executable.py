@@ -22,7 +22,7 @@ from nimblert.calls.entries import Signature
 from nimblert.calls.turn import Guard
 from nimblert.context import Arrays, Context, while_idle
 from nimblert.cpu.onnx_threads import Threads, cores
-from nimblert.errors import InputError, NimbleError, PlanInvalidError
+from nimblert.errors import DeviceMismatchError, InputError, NimbleError, PlanInvalidError
 from nimblert.files import container
 from nimblert.interpreter import copied
 from nimblert.limits import DEFAULT_LIMITS, Limits
@@ -99,12 +99,14 @@ class Executable(Context):
         if spare is not None:
             try:
                 return spare._run_within(signature, arrays, out)  # noqa: SLF001 - of its own class
+            except DeviceMismatchError:  # no memory for a program that it has not loaded
+                pass
             finally:
                 self._idle_spares.append(spare)
         return super()._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
 
     def _spare(self) -> Context | None:
-        """An idle spare context, or a new one while fewer than the most exist; else None."""
+        """An idle spare context, or a new one while fewer than the most exist and memory is left; else None."""
         try:
             return self._idle_spares.pop()
         except IndexError:
@@ -114,7 +116,10 @@ class Executable(Context):
         with self._making_spares.taken(), self._making_spares.lock:
             if not self._spares_left:
                 return None
-            made = _Spare(self.plan, self._resident, poison=self._poison)
+            try:
+                made = _Spare(self.plan, self._resident, poison=self._poison)
+            except DeviceMismatchError:
+                return None
             made._turn.family = self._turn.family  # noqa: SLF001 - of its own class
             self._contexts.add(made)
             self._spares_left -= 1

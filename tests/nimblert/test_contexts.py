@@ -25,7 +25,7 @@ from nimblert import Arena, Executable, interpreter
 from nimblert.context import Context
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.host_memory import HostWorking
-from nimblert.errors import CudaError, InputError
+from nimblert.errors import CudaError, DeviceMismatchError, InputError
 
 WIDTH = 64
 node = helper.make_node
@@ -193,6 +193,33 @@ def test_threads_that_share_an_executable_take_turns_on_one_core(small: Path, mo
         assert not any(run.done() for run in runs)
         busy.go_on.set()
         assert all(np.array_equal(run.result(), expected) for run in runs)
+
+
+@pytest.mark.parametrize("lacks", ["working", "backend"])
+def test_a_call_waits_where_there_is_no_memory_for_a_spare_context(
+    small: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for one, nor in one for another program."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise DeviceMismatchError("the plan needs more memory than is here")
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(CpuBackend, "direct", lambda *_: None)  # all calls are those that are noted here
+    with nimblert.load(small) as model:
+        expected, busy = model(drawn(0)), _Busy(monkeypatch)
+        if lacks == "backend":
+            spare = model._spare()
+            assert spare is not None
+            spare._backends.clear()
+            model._idle_spares.append(spare)
+        monkeypatch.setattr(CpuResident, lacks, refuse)
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(model, drawn(0)) for _ in range(2)]
+            assert busy.began.wait(20)
+            time.sleep(0.05)
+            busy.go_on.set()
+            assert all(np.array_equal(run.result(), expected) for run in runs)
 
 
 def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
