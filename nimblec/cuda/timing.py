@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -70,8 +71,8 @@ class CudaTimer:
         """Nanoseconds of one run: the median of GPU times between events around graph launches (`undisturbed`)."""
         program = plan.programs[0]
         with self._loaded(plan, program) as (scope, memory):
-            built = graph.build(scope, program, self._functions, memory)
-            executable = scope.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+            adding = partial(graph.add_program, program=program, functions=self._functions, memory=memory)
+            executable = scope.acquire(graph.instantiated(adding), "cuGraphExecDestroy")
             events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(_MOST_RUNS + 1)]
 
             def runs() -> list[float]:

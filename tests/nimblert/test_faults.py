@@ -207,8 +207,7 @@ context.run(x)
 def fail():
     backend = context.backend
     launch = next(c for c in context.program.commands if isinstance(c, Launch))
-    with backend._run_once() as single:
-        graph.add_node(single, launch, backend.functions, Nowhere())
+    backend._run_once(lambda single: graph.add_node(single, launch, backend.functions, Nowhere()))
 
 def said(action):
     try:
@@ -255,8 +254,7 @@ run = Executable.run
 def failing(self, *args, **kwargs):
     if self.device == 0:
         launch = next(c for c in self.program.commands if isinstance(c, Launch))
-        with self.backend._run_once() as single:
-            graph.add_node(single, launch, self.backend.functions, Nowhere())
+        self.backend._run_once(lambda single: graph.add_node(single, launch, self.backend.functions, Nowhere()))
     return run(self, *args, **kwargs)
 
 pool = nimblert.load_pool(sys.argv[1], devices=[0, 1])

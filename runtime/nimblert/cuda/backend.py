@@ -15,7 +15,7 @@ from nimblert.calls.turn import Turn
 from nimblert.cuda import driver, graph
 from nimblert.cuda.call_graphs import Recipe
 from nimblert.cuda.direct import DeviceDirect
-from nimblert.cuda.driver import PER_THREAD, Context, Handle, call
+from nimblert.cuda.driver import PER_THREAD, Context, Handle, call, release
 from nimblert.cuda.early import Signal
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
 from nimblert.cuda.movers import GatherKernels, Mover
@@ -138,8 +138,7 @@ class CudaBackend:
         with ExitStack() as scope:
             context = Context(self._device)
             scope.callback(context.close)
-            built = graph.build(context, self._program, self.functions, memory)
-            executable = context.acquire(call("cuGraphInstantiate", built, 0), "cuGraphExecDestroy")
+            executable = context.acquire(graph.instantiated(self._adding(memory)), "cuGraphExecDestroy")
             call("cuGraphUpload", executable, self._stream)
             self._synchronize(self._stream)
             calls = WholeCalls(
@@ -147,6 +146,9 @@ class CudaBackend:
             )
             scope.callback(calls.close)
             return scope.pop_all(), executable, calls
+
+    def _adding(self, memory: DeviceMemory) -> Callable[[Handle], graph.Ends]:
+        return partial(graph.add_program, program=self._program, functions=self.functions, memory=memory)
 
     def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
         """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""
@@ -373,8 +375,8 @@ class CudaBackend:
 
     def _built_recording(self) -> Handle:
         """The graph with a node that records the event of the work in flight, which saves the host a call."""
-        adding = partial(graph.add_program, program=self._program, functions=self.functions, memory=self.memory)
-        made = Recipe(adding, departures=[partial(graph.add_record, event=self._in_flight.event)]).instantiated()
+        recording = partial(graph.add_record, event=self._in_flight.event)
+        made = Recipe(self._adding(self.memory), departures=[recording]).instantiated()
         self._scope.callback(driver.bindings().cuGraphExecDestroy, made)
         self._recording = made
         return made
@@ -391,8 +393,7 @@ class CudaBackend:
         """
         for command in self._work():
             self._begin(self._stream)  # the caller may have had another context since
-            with self._run_once() as single:
-                graph.add_node(single, command, self.functions, self.memory)
+            self._run_once(partial(graph.add_node, command=command, functions=self.functions, memory=self.memory))
             yield command
 
     def profile(self) -> list[int]:
@@ -412,31 +413,27 @@ class CudaBackend:
             yield begin, end
 
     def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
-        with self._run_once() as single:
+        def add(single: Handle) -> None:
             first = graph.add_record(single, begin)
             node = graph.add_node(single, command, self.functions, self.memory)
             graph.add_edges(single, [first], [node])
             graph.add_edges(single, [node], [graph.add_record(single, end)])
+
+        self._run_once(add)
         return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
 
     def _work(self) -> Iterator[Work]:
         """Launches, copies and fills, in issue order."""
         return (command for _, command in self._program.work)
 
-    @contextmanager
-    def _run_once(self) -> Iterator[Handle]:
-        """A graph for the block to fill, which then runs to its end."""
-        single = call("cuGraphCreate", 0)
+    def _run_once(self, add: Callable[[Handle], object]) -> None:
+        """Run the graph of the nodes that ``add`` adds to its end."""
+        executable = graph.instantiated(add)
         try:
-            yield single
-            executable = call("cuGraphInstantiate", single, 0)
-            try:
-                self._launch_graph(executable, self._stream)
-                self._synchronize(self._stream)
-            finally:
-                call("cuGraphExecDestroy", executable)
+            self._launch_graph(executable, self._stream)
+            self._synchronize(self._stream)
         finally:
-            call("cuGraphDestroy", single)
+            release("cuGraphExecDestroy", executable)
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """A copy of ``nbytes`` bytes of the program's device memory, as uint8."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nimblert.cuda import driver, graph
-from nimblert.cuda.driver import Handle, call
+from nimblert.cuda.driver import Handle
 from nimblert.cuda.early import StagedArrays
 from nimblert.cuda.graph import Step
 from nimblert.errors import CudaError
@@ -47,18 +47,16 @@ class Recipe:
 
     def instantiated(self) -> Handle:
         """The executable graph. Raises CudaError."""
-        built = call("cuGraphCreate", 0)
-        try:
-            before = [arrival.add(built) for arrival in self.arrivals]
-            ends = self.program(built)
-            graph.add_edges(built, before, ends.first)
-            for step in self.beside:
-                step(built)
-            after = [step(built) for step in self.departures]
-            graph.add_edges(built, ends.last or before, after)
-            return call("cuGraphInstantiate", built, 0)
-        finally:
-            call("cuGraphDestroy", built)
+        return graph.instantiated(self._add)
+
+    def _add(self, built: Handle) -> None:
+        before = [arrival.add(built) for arrival in self.arrivals]
+        ends = self.program(built)
+        graph.add_edges(built, before, ends.first)
+        for step in self.beside:
+            step(built)
+        after = [step(built) for step in self.departures]
+        graph.add_edges(built, ends.last or before, after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,32 +135,32 @@ class Context:
         self.make_current: Callable[[], None] = partial(function("cuCtxSetCurrent"), self.handle)
         """Make this the calling thread's context."""
         with ExitStack() as stack:
-            stack.callback(_release, "cuDevicePrimaryCtxRelease", device)
+            stack.callback(release, "cuDevicePrimaryCtxRelease", device)
             self.make_current()
             self._stack = stack.pop_all()
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """This context for the block, and then the thread's former one again; errors are ignored, as by `_release`."""
+        """This context for the block, and then the thread's former one again; errors are ignored, as by `release`."""
         before = bindings().cuCtxGetCurrent()[1]
-        _release("cuCtxSetCurrent", self.handle)
+        release("cuCtxSetCurrent", self.handle)
         try:
             yield
         finally:
-            _release("cuCtxSetCurrent", before)
+            release("cuCtxSetCurrent", before)
 
-    def acquire(self, handle: Handle, release: str) -> Handle:
-        """Own a ``handle``: the driver function ``release`` is called with it when the context closes."""
-        self._stack.callback(_release, release, handle)
+    def acquire(self, handle: Handle, api: str) -> Handle:
+        """Own a ``handle``: the driver function ``api`` is called with it when the context closes."""
+        self._stack.callback(release, api, handle)
         return handle
 
     def close(self) -> None:
         """Release everything."""
-        _release("cuCtxSetCurrent", self.handle)
+        release("cuCtxSetCurrent", self.handle)
         self._stack.close()
 
 
-def _release(api: str, handle: Handle) -> None:
+def release(api: str, handle: Handle) -> None:
     """Release a handle, and ignore the result.
 
     After a kernel has failed, CUDA refuses every call, and the process frees the memory at its end: the error to report

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call
+from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call, release
 from nimblert.cuda.edges import Edge, edges
 from nimblert.cuda.memory import DeviceMemory
 from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Work
@@ -76,11 +76,14 @@ def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
     return params
 
 
-def build(context: Context, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
-    """The CUgraph of a program: one node for each launch, copy and fill."""
-    graph = context.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
-    add_program(graph, program, functions, memory)
-    return graph
+def instantiated(add: Callable[[Handle], object]) -> Handle:
+    """An executable graph of the nodes that ``add`` adds. Raises CudaError."""
+    graph = call("cuGraphCreate", 0)
+    try:
+        add(graph)
+        return call("cuGraphInstantiate", graph, 0)
+    finally:
+        release("cuGraphDestroy", graph)
 
 
 def add_program(graph: Handle, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Ends:

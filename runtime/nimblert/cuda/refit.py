@@ -175,10 +175,9 @@ def _beside_each_other(
     programs: Sequence[Program], memories: Sequence[DeviceMemory], functions: Sequence[Handle]
 ) -> Handle:
     """An executable graph of independent programs: no refit needs what another makes."""
-    built = call("cuGraphCreate", 0)
-    try:
+
+    def add(built: Handle) -> None:
         for program, memory in zip(programs, memories, strict=True):
             graph.add_program(built, program, functions, memory)
-        return call("cuGraphInstantiate", built, 0)
-    finally:
-        call("cuGraphDestroy", built)
+
+    return graph.instantiated(add)
