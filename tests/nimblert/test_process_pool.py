@@ -40,7 +40,7 @@ from nimblert import (
 )
 from nimblert.plan import Plan, Pointer, Region, Weight
 from nimblert.processes import ProcessPool
-from nimblert.processes.channel import LONGEST_NBYTES, Channel, ends, error_message, error_of
+from nimblert.processes.channel import LONGEST_NBYTES, Channel, Memory, Place, ends, error_message, error_of
 
 node = helper.make_node
 
@@ -377,6 +377,14 @@ def test_errors_keep_class_and_text(error: Exception) -> None:
         np.empty(1 << 50)
     assert isinstance(error_of(error_message(numpys.value)), MemoryError)
     assert len(error_message(InputError("\U0001f600" * 10**6))) < LONGEST_NBYTES
+
+
+@pytest.mark.parametrize("rows", [1 << 50, 1 << 62])
+def test_more_shared_memory_than_any_machine_has_is_refused_at_once(rows: int) -> None:
+    memory, place = Memory(), Place("x", np.dtype(np.float32), (rows, 4), 0)
+    with pytest.raises(InputError, match=rf"^arrays: {16 * rows:,} bytes of shared memory cannot be had: "):
+        memory.arrays([place])
+    assert memory.arrays([Place("x", np.dtype(np.float32), (2, 4), 0)])[0].shape == (2, 4)
 
 
 SHARED = Path("/dev/shm")  # noqa: S108 - where shared memory with a name is

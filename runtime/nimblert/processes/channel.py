@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class Place:
         """Behind ``after`` bytes, aligned as kernels and copies like it."""
         self.name, self.dtype, self.shape = name, dtype, shape
         self.offset = (after + 63) // 64 * 64
-        self.end = self.offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self.end = self.offset + dtype.itemsize * prod(shape)
 
 
 class Memory:
@@ -176,6 +177,7 @@ class Memory:
             raise InputError("this pool is closed: load the plan again")
         try:
             if nbytes > self._had:
+                mmap.mmap(-1, nbytes).close()  # refused beyond what the machine has; the file would take all of that
                 os.posix_fallocate(self.file, 0, nbytes)
                 self._had = nbytes
             if self._pages is None or not self.holds(places):
@@ -183,11 +185,12 @@ class Memory:
                 if os.fstat(self.file).st_size < mapped:
                     os.ftruncate(self.file, mapped)
                 self._pages = mmap.mmap(self.file, mapped)
-        except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+        except (OSError, OverflowError) as exc:
+            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
                 raise
+            why = exc.strerror if isinstance(exc, OSError) else "no machine has so many"
             raise InputError(
-                f"arrays: {nbytes:,} bytes of shared memory cannot be had: {exc.strerror}: give fewer at once"
+                f"arrays: {nbytes:,} bytes of shared memory cannot be had: {why}: give fewer at once"
             ) from exc
         return [np.ndarray(place.shape, place.dtype, self._pages, place.offset) for place in places]
 
