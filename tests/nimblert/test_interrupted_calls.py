@@ -388,3 +388,22 @@ def test_a_pool_in_a_forked_process(path: Path) -> None:
         interrupted(turn, lambda: pool(X), fork)
         assert statuses == [0]
         assert np.allclose(pool(X), 2 * np.tanh(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_no_thread_of_a_forked_process_works_for_a_call(path: Path) -> None:
+    """Though it may have the number of a thread that does so in the parent."""
+    worker = Worker(lambda: None)
+    worker.begin()
+    worker.start()
+    worker.wait()
+    process = os.fork()
+    if process == 0:
+        with suppress(BaseException), nimblert.load(path) as model, ThreadPoolExecutor(4) as pool:
+            together = threading.Barrier(4, timeout=10)
+            assert list(pool.map(lambda _: together.wait() >= 0 and model.warm(), range(4))) == [None] * 4
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(process, 0)[1] == 0
+    worker.end()
+    worker.join()

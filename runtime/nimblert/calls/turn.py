@@ -21,6 +21,9 @@ Steps: TypeAlias = Generator[Work, None, None]
 inner_threads: set[int] = set()
 """Threads that work for calls. A finalizer there may not wait for a call, which may wait for its thread."""
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=inner_threads.clear)  # whose numbers other threads have there
+
 
 class Guard:
     """A lock that raises, instead of deadlocking, when its holder takes it again: ``with guard.taken(), guard.lock``.
