@@ -247,3 +247,36 @@ def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
         assert host.waits == []
         for model in models:
             model.close()
+
+
+@on_host
+@pytest.mark.parametrize("use", ["launch", "replay", "steps", "profile"])
+def test_what_an_interrupted_use_has_launched_is_waited_for(
+    put: Callable[[np.ndarray], Any], use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this use, or by the next one in the same memory."""
+    x, launch, armed = put(drawn(0)), HostDriver._cuGraphLaunch, False
+
+    def interrupted(host: HostDriver, graph: Any, stream: Any) -> None:
+        launch(host, graph, stream)
+        if armed:
+            host.calls.clear()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostDriver, "_cuGraphLaunch", interrupted)
+    uses: dict[str, Callable[[Executable], object]] = {
+        "launch": lambda model: model.launch(0x77),
+        "replay": lambda model: model.replay(),
+        "steps": lambda model: next(model.steps({"x": x})),
+        "profile": lambda model: model.profile({"x": x}),
+    }
+    host = driver.bindings()
+    with nimblert.load(copying(SHAPE, ORDERS["odd"])) as model:
+        model(x)
+        armed = True
+        with pytest.raises(KeyboardInterrupt):
+            uses[use](model)
+        armed = False
+        waited = host.calls.get("cuStreamSynchronize", 0)
+        model.launch(0x88)
+        assert (0x88, 0x77) in host.waits if use == "launch" else waited

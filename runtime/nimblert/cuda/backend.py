@@ -349,16 +349,20 @@ class CudaBackend:
     def run(self) -> None:
         """Upload `inputs`, replay the graph, download `outputs`, and wait."""
         self._begin(self._stream)
-        self._staged_inputs.to_device(self._stream)
-        self._launch_graph(self._executable, self._stream)
-        self._staged_outputs.to_host(self._stream)
-        self._end(self._stream)
+        try:
+            self._staged_inputs.to_device(self._stream)
+            self._launch_graph(self._executable, self._stream)
+            self._staged_outputs.to_host(self._stream)
+        finally:
+            self._end(self._stream)
 
     def replay(self) -> None:
         """Replay the graph on the inputs on the device, and wait."""
         self._begin(self._stream)
-        self._launch_graph(self._executable, self._stream)
-        self._end(self._stream)
+        try:
+            self._launch_graph(self._executable, self._stream)
+        finally:  # also where a signal handler's exception comes before it
+            self._end(self._stream)
 
     def launch(self, stream: int | None) -> None:
         """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
@@ -366,12 +370,14 @@ class CudaBackend:
         self._context.make_current()  # `_begin` in place, as above
         if self._in_flight.stream != used or used == PER_THREAD:
             self._in_flight.precede(used)
-        self._launch_graph(self._recording or self._built_recording(), used)
-        if self._in_flight.is_shared:
-            with self._in_flight.tracking:
+        try:
+            self._launch_graph(self._recording or self._built_recording(), used)
+        finally:  # as in `replay`
+            if self._in_flight.is_shared:
+                with self._in_flight.tracking:
+                    self._in_flight.stream = used
+            else:
                 self._in_flight.stream = used
-        else:
-            self._in_flight.stream = used
 
     def _built_recording(self) -> Handle:
         """The graph with a node that records the event of the work in flight, which saves the host a call."""
@@ -430,8 +436,10 @@ class CudaBackend:
         """Run the graph of the nodes that ``add`` adds to its end."""
         executable = graph.instantiated(add)
         try:
-            self._launch_graph(executable, self._stream)
-            self._synchronize(self._stream)
+            try:
+                self._launch_graph(executable, self._stream)
+            finally:  # as in `replay`
+                self._synchronize(self._stream)
         finally:
             release("cuGraphExecDestroy", executable)
 
