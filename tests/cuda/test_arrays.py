@@ -59,6 +59,15 @@ def test_large_arrays_are_copied_by_several_threads(put: object) -> None:
             assert np.array_equal(model(laid_out(x, ORDERS["channels last"])), x)
 
 
+@on_host
+def test_large_arrays_are_copied_once_the_main_thread_has_ended(put: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the executors of `concurrent.futures` take no work."""
+    del put
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    with nimblert.load(copying((1024, 1024), (0, 1))) as model:
+        assert np.array_equal(model(drawn(0, (1024, 1024))), drawn(0, (1024, 1024)))
+
+
 def test_outputs_stay_as_they_are_and_their_memory_is_used_again(model: Executable) -> None:
     kept = [model(drawn(seed)) for seed in range(8)]
     addresses = {array.__array_interface__["data"][0] for array in kept}

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import closing
-from threading import get_ident
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread, get_ident
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +19,9 @@ PART_NBYTES = 1 << 20
 _COPIERS = 4
 _SMALL_NBYTES = 1 << 18
 """Less is copied by the caller: handing it to another thread takes longer."""
+
+_Part: TypeAlias = tuple[Future[None], np.ndarray, np.ndarray]
+"""A copy to an array, from another one."""
 
 
 def copied(to: np.ndarray, source: np.ndarray) -> Generator[int, None, None]:
@@ -41,7 +47,10 @@ class Copying:
         self._parts: list[Future[None] | None] = []
         try:
             for to, source in pairs:
-                self._parts.append(None if to.nbytes < _SMALL_NBYTES else _threads().submit(np.copyto, to, source))
+                part: Future[None] | None = None if to.nbytes < _SMALL_NBYTES else Future()
+                self._parts.append(part)  # before a thread has it: whatever comes between, `close` knows all
+                if part is not None:
+                    _queue().put((part, to, source))
         except BaseException:
             self.close()
             raise
@@ -60,14 +69,31 @@ class Copying:
         wait([part for part in self._parts if part is not None and not part.cancel()])
 
 
-def _threads() -> ThreadPoolExecutor:
-    """The threads of this process, started on first use."""
-    process = os.getpid()
-    if process not in _pools:
-        _pools.clear()  # threads of the parent process are not in this one
-        count = min(_COPIERS, os.cpu_count() or 1)
-        _pools[process] = ThreadPoolExecutor(count, "nimblert-copy", lambda: inner_threads.add(get_ident()))
-    return _pools[process]
+@cache
+def _queue() -> "SimpleQueue[_Part]":
+    """What the threads of this process are to copy; they are started on first use.
+
+    An executor of `concurrent.futures` takes no work once the main thread has ended.
+    """
+    queue: SimpleQueue[_Part] = SimpleQueue()
+    for _ in range(min(_COPIERS, os.cpu_count() or 1)):
+        Thread(target=_copy, args=(queue,), name="nimblert-copy", daemon=True).start()
+    return queue
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_queue.cache_clear)  # the threads are not there
+
+
+def _copy(queue: "SimpleQueue[_Part]") -> None:
+    inner_threads.add(get_ident())
+    while True:
+        part, to, source = queue.get()
+        if part.set_running_or_notify_cancel():
+            try:
+                np.copyto(to, source)
+            except BaseException as exc:  # noqa: BLE001 - raised where the part is awaited
+                part.set_exception(exc)
+            else:
+                part.set_result(None)
+        del part, to, source  # which keep arrays alive
