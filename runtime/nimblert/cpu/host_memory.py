@@ -122,7 +122,7 @@ class HostMemory:
         plan: Plan,
         program: Program,
         *,
-        poison: bool = False,
+        poison: bool,
         weights: HostWeights | None = None,
         working: HostWorking | None = None,
     ) -> None:

@@ -32,7 +32,7 @@ from nimblert.plan import Plan, Pointer, Program, Tensor, Work
 class CudaResident:
     """Code and weights of a plan on one GPU, which its contexts share."""
 
-    def __init__(self, plan: Plan, device: int = 0) -> None:
+    def __init__(self, plan: Plan, device: int) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe(device))
         self._plan = plan

@@ -53,7 +53,7 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
 
 
 def launch_problems(
-    launch: Launch, kernel: Kernel, modules: Sequence[Module], sizes: Sizes, *, refits: bool = False
+    launch: Launch, kernel: Kernel, modules: Sequence[Module], sizes: Sizes, *, refits: bool
 ) -> Iterator[str]:
     """Yield a sentence for each rule that a launch breaks: each relocation is for one parameter, a whole tensor.
 
