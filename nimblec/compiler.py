@@ -14,7 +14,7 @@ from nimblec.options import Options, TargetChoice
 from nimblec.source import Source
 from nimblec.stages import Observer, Stopwatch, stage
 from nimblert.cuda import driver
-from nimblert.errors import CudaError, DeviceMismatchError
+from nimblert.errors import CudaError, DeviceMismatchError, raised_by_handler
 from nimblert.files import container
 from nimblert.files.replacing import destination
 from nimblert.files.scratch import scratch_folder
@@ -137,7 +137,7 @@ def _folder(output: Path | None) -> Iterator[Path]:
         try:
             folder = stack.enter_context(scratch_folder(parent))
         except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             raise CompileError(f"{output}: nothing can be written in {parent}: {exc.strerror}") from exc
         yield folder

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from nimblert.cuda.driver import call
+from nimblert.errors import raised_by_handler
 
 _PAUSE_S = 0.002
 _PAUSES = 5000  # ten seconds, not counting time in which this process is stopped itself
@@ -78,7 +79,7 @@ def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file, turnstile = path.open("wb"), path.with_name(f"{path.name}.next").open("wb")
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         yield
         return
@@ -97,7 +98,7 @@ def lock(file: IO[bytes] | int, pauses: int = _PAUSES) -> None:
         except BlockingIOError:
             time.sleep(_PAUSE_S)
         except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             return  # the file system has no locks
         else:

@@ -23,7 +23,7 @@ from nimblec.cache.plan_key import digest_of, find_key
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
-from nimblert.errors import NimbleError
+from nimblert.errors import NimbleError, raised_by_handler
 from nimblert.files.replacing import replacing
 from nimblert.files.scratch import scratch_folder
 from nimblert.plan import Target
@@ -113,7 +113,7 @@ class PlanCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             return f"plan cache {self._folder}: not used: {exc.strerror}; --no-plan-cache leaves it out"
         return None
@@ -134,7 +134,7 @@ class PlanCache:
         except (FileNotFoundError, NimbleError):  # the compiler will report what cannot be written
             return None, None
         except (OSError, ValueError) as exc:
-            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
         with suppress(OSError):  # of a folder that can only be read
@@ -155,7 +155,7 @@ class PlanCache:
                 said.replace(self._folder / f"{key}.json")
             self._make_room()
         except (OSError, NimbleError) as exc:
-            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             return f"not kept in the plan cache {self._folder}: {getattr(exc, 'strerror', None) or exc}"
         return None

@@ -22,6 +22,7 @@ from nimblec.machine import processor
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblert.cuda import driver
+from nimblert.errors import raised_by_handler
 from nimblert.plan import Target
 
 _ARRAYS = ("constants", "examples")
@@ -94,7 +95,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
             "machine": _machine(target),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError) as exc:
-        if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         return None
     return PlanKey(digest=_digest(parts), files=found) if now == first else None

@@ -16,7 +16,7 @@ from statistics import median_low
 
 from nimblec.gpu_turn import lock
 from nimblec.planning import Timer
-from nimblert.errors import NimbleError
+from nimblert.errors import NimbleError, raised_by_handler
 from nimblert.files.replacing import destination, replacing
 from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
 
@@ -65,7 +65,7 @@ class TimingCache:
                     with replacing(self._path) as file:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
         except (NimbleError, OSError) as exc:
-            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
@@ -84,7 +84,7 @@ class TimingCache:
         except FileNotFoundError:
             return {}
         except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             self._note(f"cannot be read: {exc.strerror}")
             return {}

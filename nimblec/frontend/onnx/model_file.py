@@ -25,6 +25,7 @@ from nimblec.frontend.onnx.model_nodes import (
     plain_domain,
     subgraphs,
 )
+from nimblert.errors import raised_by_handler
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -95,7 +96,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     except FileNotFoundError as exc:
         raise CompileError(f"{path}: no such file") from exc
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise CompileError(f"{path}: cannot be read ({exc.strerror})") from exc
     except DecodeError as exc:

@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from typing import BinaryIO, TypeAlias
 
-from nimblert.errors import InputError, PlanError, PlanFormatError
+from nimblert.errors import InputError, PlanError, PlanFormatError, raised_by_handler
 from nimblert.files import schema, segments
 from nimblert.files.decoder import decode, file_nbytes
 from nimblert.files.replacing import replacing
@@ -160,7 +160,7 @@ def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
     except IsADirectoryError as exc:
         raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a null character in the path, more than can be mapped

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from nimblert.errors import NimbleError
+from nimblert.errors import NimbleError, raised_by_handler
 from nimblert.files.scratch import scratch_folder
 
 _KINDS = {
@@ -54,6 +54,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             temporary.replace(destination(path))
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise NimbleError(f"{path}: cannot be written: {exc.strerror}; nothing was changed there") from exc

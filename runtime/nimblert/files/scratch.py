@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from nimblert.errors import NimbleError
+from nimblert.errors import NimbleError, raised_by_handler
 
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
@@ -42,7 +42,7 @@ def _temporary() -> Path:
     try:
         return _made(Path(tempfile.gettempdir()))
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise NimbleError(
             f"no folder for temporary files can be made: {exc.strerror}: set TMPDIR to a folder that can be written"
@@ -78,7 +78,7 @@ def _remove_abandoned(parent: Path) -> None:
                 if _is_free(file):
                     _remove(folder)
         except OSError as exc:
-            if exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             continue  # another process was faster, or it is not one of ours
 
@@ -92,7 +92,7 @@ def _remove(folder: Path) -> None:
             elif path.name != _LOCK:
                 path.unlink()
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nimblert import errors
-from nimblert.errors import CudaError, InputError, NimbleError, PlanInvalidError
+from nimblert.errors import CudaError, InputError, NimbleError, PlanInvalidError, raised_by_handler
 
 LONGEST_NBYTES = 1 << 17
 """The longest message: one with the sizes of 16,000 axes."""
@@ -186,7 +186,7 @@ class Memory:
                     os.ftruncate(self.file, mapped)
                 self._pages = mmap.mmap(self.file, mapped)
         except (OSError, OverflowError) as exc:
-            if isinstance(exc, OSError) and exc.errno is None:  # a signal handler's TimeoutError
+            if raised_by_handler(exc):
                 raise
             why = exc.strerror if isinstance(exc, OSError) else "no machine has so many"
             raise InputError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nimblert.calls.entries import Entries
-from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError, PlanError
+from nimblert.errors import DeviceLostError, DeviceMismatchError, InputError, PlanError, raised_by_handler
 from nimblert.executable import checked
 from nimblert.files import container
 from nimblert.limits import Limits, is_integer
@@ -82,7 +82,7 @@ def _opened(path: str | os.PathLike[str]) -> int:
     try:
         file: int = opened(os.open, path, os.O_RDONLY)
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise PlanError(f"{os.fsdecode(path)}: cannot be read: {exc.strerror}") from exc
     return file

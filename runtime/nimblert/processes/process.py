@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblert.errors import CudaError, DeviceLostError, InputError
+from nimblert.errors import CudaError, DeviceLostError, InputError, raised_by_handler
 from nimblert.processes.channel import Channel, Memory, ends, error_of
 from nimblert.processes.layout import Layout, Views
 
@@ -178,7 +178,7 @@ def _popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(*ours, *shared, *files), start_new_session=True
         )
     except OSError as exc:
-        if exc.errno is None:  # a signal handler's TimeoutError
+        if raised_by_handler(exc):
             raise
         raise InputError(f"processes: {os.fsdecode(python)} cannot be started: {exc.strerror}: {hint}") from exc
 
