@@ -54,7 +54,7 @@ class Arena:
 
     def check(self, plan: Plan, device: int) -> None:
         """Raise InputError where a plan on this device cannot use it."""
-        self._check_open()
+        self.check_open()
         if (self.target, self.device) != (plan.target, device):
             here, there = (
                 f"{t.name.lower()} device {n}" for t, n in ((self.target, self.device), (plan.target, device))
@@ -65,7 +65,8 @@ class Arena:
                 f"the arena has {self.nbytes} bytes, the plan needs {plan.arena_nbytes}: make it for this plan, too"
             )
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise InputError once it is closed."""
         if self.memory is None:
             raise InputError("the arena is closed: make another one, and load the plan into it")
 
@@ -80,7 +81,7 @@ class Arena:
 
     def check_free(self) -> None:
         """Raise InputError where a run by steps is half done, and once it is closed."""
-        self._check_open()
+        self.check_open()
         if self.owner is not None and not self.owner.closed:
             raise _in_use()
 

@@ -182,7 +182,7 @@ class Context:
                 backend.place(checked)
             while True:
                 with turn.taken(), turn.lock:
-                    turn.check_ready(steps)
+                    self._check_open(steps)
                     bindings.check_in_place()
                     work = next(steps, None)
                 if work is None:
@@ -216,7 +216,7 @@ class Context:
         for sentence in extent_problems("read", pointer, nbytes, region_sizes(self.plan, self._turn.program)):
             raise InputError(sentence)
         with self._turn.taken(), self._turn.lock:
-            self._turn.check_ready(self._turn.steps)
+            self._check_open(self._turn.steps)
             return self._backends[self._turn.program.name].read(pointer, nbytes)
 
     def replay(self) -> None:
@@ -360,6 +360,12 @@ class Context:
         self._turn.check_ready()
         if self._arena is not None:
             self._arena.check_free()
+
+    def _check_open(self, steps: Steps | None) -> None:
+        """Raise InputError where a run by these steps cannot go on, nor its memory be read."""
+        self._turn.check_ready(steps)
+        if self._arena is not None:
+            self._arena.check_open()
 
     def _changed(self) -> None:
         """End direct calls and relaunches: the next call looks at everything again."""

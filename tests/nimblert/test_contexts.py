@@ -26,6 +26,7 @@ from nimblert.context import Context
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import CudaError, DeviceMismatchError, InputError
+from nimblert.plan import Pointer, Region
 
 WIDTH = 64
 node = helper.make_node
@@ -468,6 +469,17 @@ def test_a_run_in_a_closed_arena_is_refused(small: Path) -> None:
         for run in (lambda: model(drawn(0)), model.replay, model.launch, lambda: next(model.steps({"x": drawn(0)}))):
             with pytest.raises(InputError, match="the arena is closed: make another one"):
                 run()
+
+
+def test_a_run_by_steps_ends_where_its_arena_is_closed(small: Path) -> None:
+    arena, x = Arena.for_plans(small), {"x": drawn(0)}
+    with nimblert.load(small, arena=arena) as model:
+        steps = model.steps(x)
+        next(steps)
+        arena.close()
+        for use in (lambda: model.read(Pointer(region=Region.ARENA), 4), lambda: next(steps)):
+            with pytest.raises(InputError, match="the arena is closed: make another one"):
+                use()
 
 
 def test_an_arena_that_steps_take_at_the_last_moment_is_refused(
