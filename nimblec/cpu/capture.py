@@ -4,11 +4,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.branches import take_branches
@@ -121,12 +122,15 @@ def _computed(graph: GraphProto) -> frozenset[str]:
 
 def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray], computed: Collection[str] = ()) -> None:
     varying = {value.name for value in graph.input}.union(computed) - constants.keys()
-    for node in model_nodes.nodes(graph):
+    for node in graph.node:
         if _is_random(node, constants, varying):
             raise UnsupportedModelError(
                 f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, so that two runs of a "
                 f"plan would differ; export the model for inference, or make them an input"
             )
+        for body in model_nodes.subgraphs(node):
+            own = {t.name: numpy_helper.to_array(t) for t in body.initializer if prod(t.dims) == 1}
+            _refuse_random(body, {**constants, **own}, varying)
 
 
 def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], varying: Collection[str]) -> bool:
@@ -135,9 +139,9 @@ def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], varying: Co
         return model_nodes.operator_name(node) in _RANDOM
     names = [*node.input[1:], "", ""][:2]
     ratio, training = map(constants.get, names)
-    if names[1] in varying:
-        return True
-    return training is not None and bool(training.all()) and (ratio is None or bool(ratio.any()))
+    if ratio is not None and not ratio.any():
+        return False
+    return names[1] in varying or (training is not None and bool(training.all()))
 
 
 class _Builder:

@@ -475,6 +475,30 @@ def test_dropout_that_a_caller_could_turn_on_is_refused(path: Path, mode: list) 
         plan_file(path)
 
 
+def test_dropout_that_is_on_in_a_branch_is_refused(path: Path) -> None:
+    """Which the run that compares may not take."""
+    mode = node("Constant", [], ["mode"], value=onnx.numpy_helper.from_array(np.array(True)))
+    drop = node("Dropout", ["x", "", "mode"], ["out"], name="drop")
+    then, other = (
+        helper.make_graph(nodes, "b", [], [helper.make_tensor_value_info(*floats("out", 2, 3))])
+        for nodes in ([mode, drop], [node("Neg", ["x"], ["out"])])
+    )
+    branch = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    write_model(path, [branch], [floats("x", 2, 3), ("c", TensorProto.BOOL, ())], [floats("y", 2, 3)])
+    with pytest.raises(UnsupportedModelError, match=r"node 'drop' \(Dropout\): draws random numbers"):
+        plan_file(path)
+
+
+def test_dropout_of_no_element_may_be_turned_on_by_the_data(path: Path) -> None:
+    mode = [node("ReduceMax", ["x"], ["m"], keepdims=0), node("Cast", ["m"], ["mode"], to=TensorProto.BOOL)]
+    drop = node("Dropout", ["x", "ratio", "mode"], ["y"])
+    write_model(
+        path, [*mode, drop], [floats("x", 2)], [floats("y", 2)], constants={"ratio": np.array(0, np.float32)}
+    )
+    (y,) = run_plan(plan_file(path), {"x": np.array([1, 2], np.float32)})
+    assert list(y) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("length", "error", "message"),
     [
