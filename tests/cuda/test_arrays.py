@@ -4,6 +4,7 @@ Most tests run on a driver of host memory, too, where tensors of the CPU are sai
 """
 
 import gc
+import threading
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
-from nimblert.cuda import driver
+from nimblert.cuda import copiers, driver
 from nimblert.plan import Memcpy, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)
@@ -66,6 +67,31 @@ def test_large_arrays_are_copied_once_the_main_thread_has_ended(put: object, mon
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     with nimblert.load(copying((1024, 1024), (0, 1))) as model:
         assert np.array_equal(model(drawn(0, (1024, 1024))), drawn(0, (1024, 1024)))
+
+
+@on_host
+@pytest.mark.parametrize("left", [0, 1])
+def test_large_arrays_are_copied_where_no_more_threads_can_be_started(
+    put: object, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del put
+    start, started = threading.Thread.start, 0
+
+    def refusing(thread: threading.Thread) -> None:
+        nonlocal started
+        if thread.name == "nimblert-copy":
+            if started == left:
+                raise RuntimeError("can't start new thread")
+            started += 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    copiers._queue.cache_clear()
+    with nimblert.load(copying((1024, 1024), (0, 1))) as model:
+        for seed in range(3):
+            assert np.array_equal(model(drawn(seed, (1024, 1024))), drawn(seed, (1024, 1024)))
+    assert started == left
+    copiers._queue.cache_clear()
 
 
 def test_outputs_stay_as_they_are_and_their_memory_is_used_again(model: Executable) -> None:

@@ -47,10 +47,11 @@ class Copying:
         self._parts: list[Future[None] | None] = []
         try:
             for to, source in pairs:
-                part: Future[None] | None = None if to.nbytes < _SMALL_NBYTES else Future()
+                queue = None if to.nbytes < _SMALL_NBYTES else _served()
+                part: Future[None] | None = None if queue is None else Future()
                 self._parts.append(part)  # before a thread has it: whatever comes between, `close` knows all
-                if part is not None:
-                    _queue().put((part, to, source))
+                if queue is not None and part is not None:
+                    queue.put((part, to, source))
         except BaseException:
             self.close()
             raise
@@ -69,15 +70,28 @@ class Copying:
         wait([part for part in self._parts if part is not None and not part.cancel()])
 
 
+def _served() -> "SimpleQueue[_Part] | None":
+    """What threads copy from; None where not one can be started: the caller copies."""
+    try:
+        return _queue()
+    except RuntimeError:
+        return None
+
+
 @cache
 def _queue() -> "SimpleQueue[_Part]":
-    """What the threads of this process are to copy; they are started on first use.
+    """What the threads of this process are to copy; they are started on first use, as many as can be.
 
-    An executor of `concurrent.futures` takes no work once the main thread has ended.
+    An executor of `concurrent.futures` takes no work once the main thread has ended. Raises RuntimeError without any.
     """
     queue: SimpleQueue[_Part] = SimpleQueue()
-    for _ in range(min(_COPIERS, os.cpu_count() or 1)):
-        Thread(target=_copy, args=(queue,), name="nimblert-copy", daemon=True).start()
+    for started in range(min(_COPIERS, os.cpu_count() or 1)):
+        try:
+            Thread(target=_copy, args=(queue,), name="nimblert-copy", daemon=True).start()
+        except RuntimeError:
+            if not started:
+                raise
+            break
     return queue
 
 
