@@ -5,19 +5,19 @@ and seven there. An integer to a fractional power becomes an integer. Integers a
 rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
 that of zero, that of a sum of powers is infinite where one of them is, and -0 has no sign. Integers, which are rounded
 already, go to operators of ONNX that take none. Sums of booleans are sums. Steps of 0.1 are counted in float32, of
-which 0.6 may have seven.
+which 0.6 may have seven. Numbers within some operators are float32 beside float64, too.
 """
 
 from collections.abc import Callable
 from functools import partial
-from math import e, log
+from math import e, log, pi
 from typing import Any
 
 import onnx_ir
 import torch
 from onnx import numpy_helper
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops import core
+from onnxscript.function_libs.torch_lib.ops import core, nn, special
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_constants import described, like
@@ -174,6 +174,41 @@ def rrelu(
     return op.LeakyRelu(self, alpha=(lower + upper) / 2), op.Identity(noise)
 
 
+def _in_float64(exact: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """A translation that is ``exact`` in float64, whose numbers the ``other`` one rounds to float32."""
+
+    def translated(self: Any, *numbers: Any, **named: Any) -> Any:
+        return (exact if self.dtype == onnx_ir.DataType.DOUBLE else other)(self, *numbers, **named)
+
+    return translated
+
+
+def logarithm(base: float, self: Any) -> Any:
+    """aten.log2, aten.log10."""
+    return op.Div(op.Log(self), like(log(base), self))
+
+
+def sinc(self: Any) -> Any:
+    """aten.sinc."""
+    angle = op.Mul(self, like(pi, self))
+    return op.Where(op.Equal(self, like(0, self)), like(1, self), op.Div(op.Sin(angle), angle))
+
+
+def add_product(self: Any, tensor1: Any, tensor2: Any, value: float = 1) -> Any:
+    """aten.addcmul."""
+    return op.Add(self, op.Mul(op.Mul(like(value, self), tensor1), tensor2))
+
+
+def add_quotient(self: Any, tensor1: Any, tensor2: Any, value: float = 1) -> Any:
+    """aten.addcdiv."""
+    return op.Add(self, op.Mul(op.Div(tensor1, tensor2), like(value, self)))
+
+
+def hardtanh(self: Any, min_val: float = -1, max_val: float = 1) -> Any:
+    """aten.hardtanh."""
+    return op.Clip(self, like(min_val, self), like(max_val, self))
+
+
 def _of_floats(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """aten.floor and its like, of which integers are their own results."""
     return lambda self: op.Identity(self) if self.dtype.is_integer() else rounded(self)
@@ -236,5 +271,12 @@ ARITHMETIC: dict[Any, Any] = {
     prims.hypot.default: hypot,
     prims.fmax.default: _but_nan(op.Max),
     prims.fmin.default: _but_nan(op.Min),
+    aten.log2.default: _in_float64(partial(logarithm, 2), core.aten_log2),
+    aten.log10.default: _in_float64(partial(logarithm, 10), core.aten_log10),
+    aten.sinc.default: _in_float64(sinc, special.aten_special_sinc),
+    aten.special_sinc.default: _in_float64(sinc, special.aten_special_sinc),
+    aten.addcmul.default: _in_float64(add_product, core.aten_addcmul),
+    aten.addcdiv.default: _in_float64(add_quotient, core.aten_addcdiv),
+    aten.hardtanh.default: _in_float64(hardtanh, nn.aten_hardtanh),
 }
 """Translations for torch.onnx.export of any model."""
