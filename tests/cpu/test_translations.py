@@ -326,6 +326,7 @@ def test_numbers_beside_float64_are_not_rounded_to_float32() -> None:
         lambda x: x.addcmul(x, x, value=0.1),
         lambda x: x.addcdiv(x, x + 1, value=0.1),
         lambda x: functional.hardtanh(x, 0.7, 2.1),
+        lambda x: x.clone().fill_(0.1),
         torch.log2,
         torch.log10,
         torch.sinc,

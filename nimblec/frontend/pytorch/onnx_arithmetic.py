@@ -209,6 +209,11 @@ def hardtanh(self: Any, min_val: float = -1, max_val: float = 1) -> Any:
     return op.Clip(self, like(min_val, self), like(max_val, self))
 
 
+def fill(self: Any, value: float) -> Any:
+    """aten.fill.Scalar."""
+    return op.Expand(like(value, self), op.Shape(self))
+
+
 def _of_floats(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """aten.floor and its like, of which integers are their own results."""
     return lambda self: op.Identity(self) if self.dtype.is_integer() else rounded(self)
@@ -278,5 +283,6 @@ ARITHMETIC: dict[Any, Any] = {
     aten.addcmul.default: _in_float64(add_product, core.aten_addcmul),
     aten.addcdiv.default: _in_float64(add_quotient, core.aten_addcdiv),
     aten.hardtanh.default: _in_float64(hardtanh, nn.aten_hardtanh),
+    aten.fill.Scalar: _in_float64(fill, core.aten_fill),
 }
 """Translations for torch.onnx.export of any model."""
