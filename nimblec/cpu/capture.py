@@ -1,7 +1,7 @@
 """An ONNX file as a Graph: one task for each node that ONNX Runtime's optimiser leaves."""
 
 import hashlib
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -86,7 +86,7 @@ def capture_model(
     in unlinked files that live as long as the Graph. ``state`` says which inputs and outputs are state. ``weights``
     are the only initializers that may be replaced in a plan (None: any may).
     """
-    _refuse_random(model.graph, {})
+    _refuse_random(model.graph, ChainMap())
     optimized = optimizer.optimize(model, folder, scratch_folder)
     held = unchanged(model, folder, optimized)
     kept = held if weights is None else held.intersection(weights)
@@ -106,42 +106,49 @@ def graph_of(
 
     ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
     """
-    computed = _computed(optimized.proto.graph)  # functions are inlined by now, and what is known is a constant
-    _refuse_random(optimized.proto.graph, optimized.arrays, computed)
+    known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
+    _refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
     builder = _Builder(optimized, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     return builder.graph()
 
 
-def _computed(graph: GraphProto) -> frozenset[str]:
-    """The values that nodes compute, also in the bodies of nodes."""
-    nodes = (node for node in model_nodes.nodes(graph) if node.op_type != "Constant")
-    return frozenset(name for node in nodes for name in node.output if name)
+def _refuse_random(
+    graph: GraphProto, outer: ChainMap[str, np.ndarray | None], *, is_optimized: bool = False
+) -> None:
+    """Raise UnsupportedModelError for a node that draws random numbers, also in the bodies of nodes.
 
-
-def _refuse_random(graph: GraphProto, constants: Mapping[str, np.ndarray], computed: Collection[str] = ()) -> None:
-    varying = {value.name for value in graph.input}.union(computed) - constants.keys()
+    ``outer`` has the constants around the graph, and None for what varies there. In an optimised model what nodes
+    compute varies, and constants of bodies are looked at: ONNX Runtime has read them.
+    """
+    varying = [value.name for value in graph.input]
+    constants = {}
+    if is_optimized:
+        varying += [name for node in graph.node if node.op_type != "Constant" for name in node.output if name]
+        single = (tensor for tensor in graph.initializer if prod(tensor.dims) == 1 and tensor.name not in outer)
+        constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in single}
+    known = outer.new_child({**{name: None for name in varying if outer.get(name) is None}, **constants})
     for node in graph.node:
-        if _is_random(node, constants, varying):
+        if _is_random(node, known):
             raise UnsupportedModelError(
                 f"node {model_nodes.node_name(node)!r} ({node.op_type}): draws random numbers, so that two runs of a "
                 f"plan would differ; export the model for inference, or make them an input"
             )
         for body in model_nodes.subgraphs(node):
-            own = {t.name: numpy_helper.to_array(t) for t in body.initializer if prod(t.dims) == 1}
-            _refuse_random(body, {**constants, **own}, varying)
+            _refuse_random(body, known, is_optimized=is_optimized)
 
 
-def _is_random(node: NodeProto, constants: Mapping[str, np.ndarray], varying: Collection[str]) -> bool:
-    """Whether a node draws random numbers: dropout does in training mode, and may if the mode is ``varying``."""
+def _is_random(node: NodeProto, known: Mapping[str, np.ndarray | None]) -> bool:
+    """Whether a node draws random numbers: dropout does in training mode, and may if the mode varies."""
     if model_nodes.operator_name(node) != "Dropout":
         return model_nodes.operator_name(node) in _RANDOM
-    names = [*node.input[1:], "", ""][:2]
-    ratio, training = map(constants.get, names)
-    if ratio is not None and not ratio.any():
+    ratio, mode = [*node.input[1:], "", ""][:2]
+    dropped = known.get(ratio)
+    if mode not in known or (dropped is not None and not dropped.any()):
         return False
-    return names[1] in varying or (training is not None and bool(training.all()))
+    training = known[mode]
+    return training is None or bool(training.all())
 
 
 class _Builder:

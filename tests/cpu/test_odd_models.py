@@ -384,6 +384,21 @@ def test_external_data(path: Path) -> None:
         plan_file(path)
 
 
+def test_external_data_of_a_body_are_beside_the_model(path: Path) -> None:
+    k = onnx.numpy_helper.from_array(np.array([1.5], np.float32), "k")
+    out = [helper.make_tensor_value_info(*floats("out", 2))]
+    then = helper.make_graph([node("Mul", ["x", "k"], ["out"])], "then", [], out, [k])
+    other = helper.make_graph([node("Neg", ["x"], ["out"])], "other", [], out)
+    branch = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    write_model(path, [branch], [floats("x", 2), ("c", TensorProto.BOOL, ())], [floats("y", 2)])
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="data", size_threshold=0)
+    (stored,) = onnx.load(path, load_external_data=False).graph.node
+    (tensor,) = (tensor for body in stored.attribute for tensor in body.g.initializer)
+    assert tensor.data_location == TensorProto.EXTERNAL
+    (y,) = run_plan(plan_file(path), {"x": np.array([2, 4], np.float32), "c": np.array(True)})
+    assert list(y) == [3, 6]
+
+
 def test_external_data_that_are_linked(path: Path) -> None:
     weight = RNG.standard_normal((3, 500)).astype(np.float32)
     write_model(
