@@ -23,6 +23,7 @@ from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.cpu.optimizer_process import RefusedError
 from nimblec.cpu.optimizing import save_optimized
 from nimblec.errors import CompileError, UnsupportedModelError
+from nimblec.frontend.onnx.model_nodes import nodes, subgraphs
 from nimblert.cpu.onnx_session import onnxruntime
 
 SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
@@ -84,7 +85,23 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: str, without: 
         if weights.exists():  # it accepted the model and began to save it
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(str(exc), model)}") from exc
-    return onnx.load(path, load_external_data=False)
+    optimized = onnx.load(path, load_external_data=False)
+    _drop_stale_constants(optimized)
+    return optimized
+
+
+def _drop_stale_constants(model: ModelProto) -> None:
+    """Keep the last constant of each name in a body: ONNX Runtime 1.24 saves those of the file it read before its own.
+
+    The first ones may refer to the data files of the model that it read.
+    """
+    for node in nodes(model.graph):
+        for body in subgraphs(node):
+            constants = {tensor.name: tensor for tensor in body.initializer}
+            if len(constants) < len(body.initializer):
+                kept = list(constants.values())
+                del body.initializer[:]
+                body.initializer.extend(kept)
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
