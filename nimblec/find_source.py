@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as shortened
 from types import FunctionType
 from typing import Any
 
@@ -30,6 +31,10 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dyna
         return Source(
             kind="entries",
             entries=tuple((name, Source(kind="live", live=_live(*call))) for name, call in found.items()),
+        )
+    if not isinstance(dynamic_shapes, Mapping | tuple | list | None):
+        raise ArgumentError(
+            f"dynamic_shapes: {shortened(dynamic_shapes)}, expected a dict or a list, as torch.export.export takes them"
         )
     if callable(model):
         return Source(kind="live", live=replace(_live(model, example_inputs, kwargs), dynamic_shapes=dynamic_shapes))

@@ -342,9 +342,10 @@ def _array(name: str, example: Any) -> np.ndarray:
 
 def _named(value: Any) -> Iterator[tuple[str, Any]]:
     """The items of a mapping, or pairs as the command line gives them, where a name may stand twice."""
-    if not isinstance(value, Mapping | tuple):
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(f"{shortened(value)}, expected a dict by name")
-    for name, item in value.items() if isinstance(value, Mapping) else value:
+    for name, item in pairs:
         if not isinstance(name, str):
             raise ArgumentError(f"{shortened(name)} is not a name: expected a string")
         yield name, item

@@ -63,6 +63,8 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"inputs": {"image": (2**63,)}}, "inputs: 9223372036854775808, expected a size from 0 to"),
         ({"inputs": ["x:n,3", "x:2x3"]}, "--input x: given twice; give it once"),
         ({"dims": ["batch=4"]}, "dims: ['batch=4'], expected a dict by name"),
+        ({"dims": ("batch", 4)}, "dims: ('batch', 4), expected a dict by name"),
+        ({"dynamic_shapes": 4}, "dynamic_shapes: 4, expected a dict or a list, as torch.export.export takes them"),
         ({"dims": {"batch": 4.0}}, "dims: 4.0, expected a size such as 4"),
         ({"dims": {3: 4}}, "dims: 3 is not a name: expected a string"),
         ({"examples": {"image": "photo.npy"}}, "examples: 'image' is 'photo.npy', expected an array of one of"),

@@ -118,6 +118,22 @@ def test_what_does_not_fit_is_refused_as_ever(model: Executable, given: Any, sen
         model.run(given)
 
 
+@pytest.mark.parametrize(
+    ("more", "named", "sentence"),
+    [
+        ((), {"out": {}}, r"'out' is not one of the plan's inputs .*; out= is an option of run\({name: array}\)$"),
+        ((), {"z": 0}, r"'z' is not one of the plan's inputs \['x', 'i'\]$"),
+        ((), {"x": 0}, "'x' was given by position and by name: give it once"),
+        ((0,), {}, r"3 arrays were given, the plan takes 2: \['x', 'i'\]"),
+    ],
+)
+def test_a_call_with_too_much_is_refused(
+    model: Executable, more: tuple[Any, ...], named: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        model(*arrays(0).values(), *more, **named)
+
+
 def test_an_op_that_fails_is_a_sentence_and_the_next_call_is_whole(model: Executable) -> None:
     expected = model.run(arrays(1))["y"]
     for _ in range(2):

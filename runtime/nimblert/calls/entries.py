@@ -171,9 +171,14 @@ class Entry:
         return self._run(arrays)
 
 
+_RUN_OPTIONS = frozenset({"out", "reuse_outputs", "stream"})
+"""Options of `Context.run`. Keywords of a call are inputs, which may have these names."""
+
+
 def _wrong_names(expected: list[str], given: list[str]) -> str:
     if unknown := [name for name in given if name not in expected]:
-        return f"input {unknown[0]!r} is not one of the plan's inputs {expected}"
+        hint = f"; {unknown[0]}= is an option of run({{name: array}})" if unknown[0] in _RUN_OPTIONS else ""
+        return f"input {unknown[0]!r} is not one of the plan's inputs {expected}{hint}"
     missing = next(name for name in expected if name not in given)
     return f"input {missing!r} is missing: the plan takes {expected}"
 
