@@ -89,11 +89,12 @@ def test_a_change_may_be_made_by_a_handler_that_interrupts_the_start_of_a_thread
 
     def handler(*_: object) -> None:
         uninterrupted(lambda: steps.append(1))
-        signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        if time.monotonic() < end:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
 
+    end = time.monotonic() + 1
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 1e-4)
-    end = time.monotonic() + 1
     while time.monotonic() < end:
         thread = threading.Thread(target=int)
         thread.start()
