@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 from onnx import ModelProto, SparseTensorProto, TensorProto, numpy_helper
-from onnx.external_data_helper import ExternalDataInfo, load_external_data_for_tensor, uses_external_data
+from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from nimblec.frontend.onnx import model_file
+from nimblec.frontend.onnx.external_data import read_tensor
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.embedded.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
@@ -79,7 +80,7 @@ def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
     large = {tensor.name for tensor in model.graph.initializer if not is_embedded(tensor)}
     for tensor in model_file.tensors(model):
         if uses_external_data(tensor) and tensor.name not in large:
-            load_external_data_for_tensor(tensor, str(folder))
+            read_tensor(tensor, folder)
     image_of = cache(_map)
     arrays = {}
     for tensor in model.graph.initializer:

@@ -87,9 +87,14 @@ def check_external_data(model: ModelProto, path: Path) -> None:
 def read_external_data(model: ModelProto, folder: Path) -> None:
     """Read the data files of a model, which are in ``folder``, into it."""
     for tensor in external_tensors(model):
-        tensor.raw_data = read_bytes(tensor, folder)
-        tensor.data_location = TensorProto.DEFAULT
-        tensor.ClearField("external_data")
+        read_tensor(tensor, folder)
+
+
+def read_tensor(tensor: TensorProto, folder: Path) -> None:
+    """Read the data of a tensor, which are in a file in ``folder``, into it."""
+    tensor.raw_data = read_bytes(tensor, folder)
+    tensor.data_location = TensorProto.DEFAULT
+    tensor.ClearField("external_data")
 
 
 def read_bytes(tensor: TensorProto, folder: Path) -> bytes:

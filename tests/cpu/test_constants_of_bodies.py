@@ -1,0 +1,42 @@
+"""Constants within branches on the CPU target, against ONNX Runtime, which saves them in forms that it cannot read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cpu_plans import assert_same, floats, write_model
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 3)).astype(np.float32)
+INPUTS = {"x": X, "c": np.array(True)}
+node = helper.make_node
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def write_branches(path: Path, nodes: Sequence[NodeProto], **constants: Any) -> None:
+    """A model whose input c chooses between ``nodes``, from x to out, with constants of their own, and -x."""
+    out = [helper.make_tensor_value_info(*floats("out", 2, 3))]
+    then = helper.make_graph(nodes, "then", [], out, **constants)
+    other = helper.make_graph([node("Neg", ["x"], ["out"])], "other", [], out)
+    branch = node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    write_model(path, [branch], [floats("x", 2, 3), ("c", TensorProto.BOOL, ())], [floats("y", 2, 3)])
+
+
+@pytest.mark.parametrize("is_stored_apart", [False, True])
+def test_large_constants(path: Path, is_stored_apart: bool) -> None:
+    constants = {"v": RNG.standard_normal((3, 400)), "w": RNG.standard_normal((400, 3))}
+    write_branches(
+        path,
+        [node("MatMul", ["x", "v"], ["a"]), node("MatMul", ["a", "w"], ["out"])],
+        initializer=[numpy_helper.from_array(array.astype(np.float32), name) for name, array in constants.items()],
+    )
+    onnx.save(onnx.load(path), path, save_as_external_data=is_stored_apart, location="data")
+    assert_same(path, INPUTS)
