@@ -91,13 +91,13 @@ async def together(rows: Rows, images: list[np.ndarray]) -> list[list[int]]:
 
 def test_calls_of_one_time_run_together(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    run = rows.run
+    run = Rows.run
 
-    def noted(arrays: Arrays) -> Arrays:
+    def noted(self: Rows, arrays: Arrays) -> Arrays:
         sizes.append(len(arrays["image"]))
-        return run(arrays)
+        return run(self, arrays)
 
-    monkeypatch.setattr(rows, "run", noted)
+    monkeypatch.setattr(Rows, "run", noted)
     images = [IMAGES[:1], IMAGES[1:3], IMAGES[3:], IMAGES[:3], np.concatenate([IMAGES, IMAGES])]
     assert asyncio.run(together(rows, images)) == [[0], [3, 7], [9], [0, 3, 7], [*DIGITS, *DIGITS]]
     assert sizes == [4, 3, 8]
