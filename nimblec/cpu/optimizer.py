@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto
 
 from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
@@ -52,9 +52,6 @@ def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None
             optimized = _optimize(
                 optimized, Path(scratch), Path(scratch, "twice"), "ORT_ENABLE_BASIC", without="DoubleQDQPairsRemover"
             )
-        dense = [dense_of(sparse) for sparse in optimized.graph.sparse_initializer]
-        optimized.graph.initializer.extend(dense)
-        del optimized.graph.sparse_initializer[:]
         canonicalize(optimized.graph, model.graph)
         return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
 
@@ -86,22 +83,23 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: str, without: 
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(str(exc), model)}") from exc
     optimized = onnx.load(path, load_external_data=False)
-    _drop_stale_constants(optimized)
+    for graph in (optimized.graph, *(body for node in nodes(optimized.graph) for body in subgraphs(node))):
+        _tidy_constants(graph)
     return optimized
 
 
-def _drop_stale_constants(model: ModelProto) -> None:
-    """Keep the last constant of each name in a body: ONNX Runtime 1.24 saves those of the file it read before its own.
+def _tidy_constants(graph: GraphProto) -> None:
+    """Keep one constant of each name, and make sparse ones dense: ONNX Runtime cannot read all that it saves.
 
-    The first ones may refer to the data files of the model that it read.
+    The indices of sparse ones have types that it refuses. Versions 1.24 to 1.29 save the constants of a body as
+    the file has them, perhaps with data elsewhere, and then again.
     """
-    for node in nodes(model.graph):
-        for body in subgraphs(node):
-            constants = {tensor.name: tensor for tensor in body.initializer}
-            if len(constants) < len(body.initializer):
-                kept = list(constants.values())
-                del body.initializer[:]
-                body.initializer.extend(kept)
+    sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
+    constants = {tensor.name: tensor for tensor in (*graph.initializer, *map(dense_of, sparse.values()))}
+    if sparse or len(constants) < len(graph.initializer):
+        kept = list(constants.values())
+        del graph.initializer[:], graph.sparse_initializer[:]
+        graph.initializer.extend(kept)
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")

@@ -40,3 +40,11 @@ def test_large_constants(path: Path, is_stored_apart: bool) -> None:
     )
     onnx.save(onnx.load(path), path, save_as_external_data=is_stored_apart, location="data")
     assert_same(path, INPUTS)
+
+
+def test_sparse_constants(path: Path) -> None:
+    values = numpy_helper.from_array(np.array([1.5, -2], np.float32), "w")
+    indices = numpy_helper.from_array(np.array([[0, 1], [2, 0]]), "places")
+    sparse = helper.make_sparse_tensor(values, indices, [3, 3])
+    write_branches(path, [node("MatMul", ["x", "w"], ["out"])], sparse_initializer=[sparse])
+    assert_same(path, INPUTS)
