@@ -91,8 +91,8 @@ def _optimize(model: ModelProto, folder: Path, path: Path, level: str, without: 
 def _tidy_constants(graph: GraphProto) -> None:
     """Keep one constant of each name, and make sparse ones dense: ONNX Runtime cannot read all that it saves.
 
-    The indices of sparse ones have types that it refuses. Versions 1.24 to 1.29 save the constants of a body as
-    the file has them, perhaps with data elsewhere, and then again.
+    The indices of sparse ones have types that it refuses. A Constant in a body of a body stays beside its value.
+    Versions 1.24 to 1.29 save the constants of a body twice, first as the file has them, perhaps with data elsewhere.
     """
     sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
     constants = {tensor.name: tensor for tensor in (*graph.initializer, *map(dense_of, sparse.values()))}
@@ -100,6 +100,9 @@ def _tidy_constants(graph: GraphProto) -> None:
         kept = list(constants.values())
         del graph.initializer[:], graph.sparse_initializer[:]
         graph.initializer.extend(kept)
+    for index, node in reversed([*enumerate(graph.node)]):
+        if node.op_type == "Constant" and node.output[0] in constants:
+            del graph.node[index]
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")

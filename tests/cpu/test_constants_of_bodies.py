@@ -42,6 +42,16 @@ def test_large_constants(path: Path, is_stored_apart: bool) -> None:
     assert_same(path, INPUTS)
 
 
+def test_constants_of_a_body_in_a_body(path: Path) -> None:
+    k = numpy_helper.from_array(RNG.standard_normal((2, 3)).astype(np.float32))
+    out = [helper.make_tensor_value_info(*floats("inner", 2, 3))]
+    then = helper.make_graph([node("Constant", [], ["k"], value=k), node("Mul", ["x", "k"], ["inner"])], "t", [], out)
+    other = helper.make_graph([node("Abs", ["x"], ["inner"])], "o", [], out)
+    inside = node("If", ["c"], ["i"], then_branch=then, else_branch=other)
+    write_branches(path, [inside, node("Sin", ["i"], ["out"])])
+    assert_same(path, INPUTS)
+
+
 def test_sparse_constants(path: Path) -> None:
     values = numpy_helper.from_array(np.array([1.5, -2], np.float32), "w")
     indices = numpy_helper.from_array(np.array([[0, 1], [2, 0]]), "places")
