@@ -17,7 +17,7 @@ from onnx import ModelProto, SparseTensorProto, TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from nimblec.frontend.onnx import model_file
-from nimblec.frontend.onnx.external_data import read_tensor
+from nimblec.frontend.onnx.external_data import external_tensors, read_tensor
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.embedded.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
@@ -78,8 +78,8 @@ def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
     deleted afterwards, but not changed. All other external data are loaded into ``model``.
     """
     large = {tensor.name for tensor in model.graph.initializer if not is_embedded(tensor)}
-    for tensor in model_file.tensors(model):
-        if uses_external_data(tensor) and tensor.name not in large:
+    for tensor in external_tensors(model):
+        if tensor.name not in large:
             read_tensor(tensor, folder)
     image_of = cache(_map)
     arrays = {}

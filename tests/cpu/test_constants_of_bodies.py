@@ -10,6 +10,8 @@ import pytest
 from cpu_plans import assert_same, floats, write_model
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+import nimblec
+
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3)).astype(np.float32)
 INPUTS = {"x": X, "c": np.array(True)}
@@ -58,3 +60,14 @@ def test_sparse_constants(path: Path) -> None:
     sparse = helper.make_sparse_tensor(values, indices, [3, 3])
     write_branches(path, [node("MatMul", ["x", "w"], ["out"])], sparse_initializer=[sparse])
     assert_same(path, INPUTS)
+
+
+def test_sparse_constants_in_a_data_file_beside_new_weights(path: Path) -> None:
+    """`--refittable` optimises copies of the model, which lie elsewhere."""
+    values = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
+    values.external_data.add(key="location", value="data")
+    (path.parent / "data").write_bytes(np.array([1.5, -2], np.float32).tobytes())
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array([1, 6])), [3, 3])
+    write_branches(path, [node("MatMul", ["x", "w"], ["out"])], sparse_initializer=[sparse])
+    plan = nimblec.compile(path, target="cpu", plan_cache=None, refittable=True, streams=1)
+    assert_same(path, INPUTS, plan=plan)
