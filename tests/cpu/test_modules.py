@@ -9,6 +9,7 @@ import torch
 from forked import python
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as map_rows
 
 import nimblec
 import nimblert
@@ -33,6 +34,7 @@ BODIES: dict[str, Callable[[Tensor], Tensor]] = {
     "cond": lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y.relu(), (x,)),
     "while": lambda x: while_loop(lambda y: y.sum() < 100, lambda y: (y.abs() * 2,), (x,))[0],
     "scan": lambda x: scan(lambda c, row: (c + row, c * row), torch.ones(3), x)[1],
+    "map": lambda x: map_rows(lambda row, total: row.relu() * total, x, x.sum(0)),
 }
 
 

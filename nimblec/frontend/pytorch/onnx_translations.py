@@ -14,6 +14,7 @@ import onnx_ir
 import torch
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
+from torch.onnx._internal.exporter._torchlib.ops.hop import higher_order_scan
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.pytorch.onnx_arithmetic import ARITHMETIC
@@ -121,6 +122,11 @@ def lstm(
     return core.aten_lstm(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
 
 
+def map_rows(body: Any, rows: Sequence[Any], others: Sequence[Any]) -> Any:
+    """higher_order.map_impl: a scan that carries nothing."""
+    return higher_order_scan(body, (), rows, others)
+
+
 COMMON: dict[Any, Any] = {
     **ALONG_AXES,
     **ARITHMETIC,
@@ -132,6 +138,7 @@ COMMON: dict[Any, Any] = {
     aten.matmul.default: matmul,
     aten.mv.default: matmul,
     aten.lstm.input: lstm,
+    torch.ops.higher_order.map_impl: map_rows,
     aten._is_all_true.default: core.aten_all,  # of torch._check_tensor_all
     aten._is_any_true.default: core.aten_any,
 }
