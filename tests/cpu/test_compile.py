@@ -16,6 +16,7 @@ from families import mobilenet
 from onnx import TensorProto, helper
 from onnxruntime import InferenceSession
 from onnxscript import opset18 as op
+from torch.nn.attention.flex_attention import flex_attention
 
 import nimblec
 from nimblec.cpu import capture, timing
@@ -339,6 +340,13 @@ def test_what_the_exporter_refuses_is_said_in_a_sentence() -> None:
 def test_a_view_of_complex_numbers_that_the_exporter_refuses_is_called_one() -> None:
     with pytest.raises(CompileError, match=r"has no translation of aten\.cumsum of complex numbers: compute it"):
         nimblec.compile(lambda x: torch.view_as_complex(x).cumsum(0).abs(), torch.ones(3, 2), target="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_an_operator_of_functions_that_the_exporter_refuses_is_called_by_its_name() -> None:
+    queries = torch.ones(1, 1, 2, 4)
+    with pytest.raises(CompileError, match=r"has no translation of flex_attention: compute it by other operators"):
+        nimblec.compile(lambda q: flex_attention(q, q, q), queries, target="cpu")
 
 
 def test_experts_of_transformers_are_refused_with_the_way_to_compile_them() -> None:

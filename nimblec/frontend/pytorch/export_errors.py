@@ -15,6 +15,8 @@ BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDa
 """Errors of calls whose result or its size depends on the values of tensors that only have a shape."""
 
 
+_UNTRANSLATED = re.compile(r"No ONNX function found for <(?:OpOverload\(op='([\w.]+)'|[\w.]+\.(\w+)\.\w+ object at )")
+"""Of operators that take functions, torch (2.15) names the class, in a module that is called as the operator."""
 _EXPERTS = "transformers.grouped_mm_fallback"
 _COMPLEX = "No decompositions registered for the complex-valued input"
 
@@ -42,13 +44,14 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
             ) from exc
         if isinstance(first, NimbleError):  # of a translation
             raise TraceError(f"{name}: {first}") from exc
-        if untranslated := re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(first)):
-            if untranslated[1] == _EXPERTS:
+        if found := _UNTRANSLATED.search(str(first)):
+            untranslated = found[1] or found[2]
+            if untranslated == _EXPERTS:
                 raise TraceError(
                     f"{name}: torch.onnx.export has no translation of {_EXPERTS}: call "
                     'model.set_experts_implementation("batched_mm") first'
                 ) from exc
-            what = f"{untranslated[1]} of complex numbers" if _COMPLEX in str(first) else untranslated[1]
+            what = f"{untranslated} of complex numbers" if _COMPLEX in str(first) else untranslated
             raise TraceError(
                 f"{name}: torch.onnx.export has no translation of {what}: compute it by other operators, or "
                 "compile for --target cuda"
