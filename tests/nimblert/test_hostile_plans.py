@@ -29,6 +29,7 @@ from nimblert.plan import (
     Pointer,
     Record,
     Region,
+    Role,
     Tensor,
     Wait,
 )
@@ -230,6 +231,40 @@ def test_bodies_of_many_nodes_and_many_bodies_are_judged_in_time() -> None:
     begin = time.process_time()
     assert list(verify.problems(plan)) == []
     assert time.process_time() - begin < 10
+
+
+def refit_of_many_axes() -> Plan:
+    axes = 40_000
+    start = Pointer(region=Region.INPUT)
+    given = Tensor(name="w", dtype="float32", shape=(1 << 62,) * axes, strides=(1,) * axes, pointer=start)
+    plan = gather()
+    fields = {"inputs": (given,), "input_nbytes": (64,), "outputs": (), "output_nbytes": (), "commands": ()}
+    return replace(plan, refits=(replace(plan.programs[0], name="w", role=Role.REFIT, golden=None, **fields),))
+
+
+def constant_of_many_axes() -> Plan:
+    scale, zero = np.array(1, np.float32), np.array(0, np.uint8)
+    call = helper.make_node("QLinearSigmoid", ["x", "a", "b", "c", "d"], ["y"], domain="com.microsoft")
+    given = (np.ones((4, 8), np.uint8), scale, zero, scale, zero)
+    plan = of(*given, call=call, outputs=[("uint8", (4, 8))], kind="embedded")
+    return with_model(plan, lambda model: model.graph.initializer[1].dims.extend([(1 << 62) + 1] * 40_000))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (refit_of_many_axes, "refits[0].inputs[0].shape: 40000 dimensions, expected at most 64"),
+        (constant_of_many_axes, "kernels[0].model: constant 'a' of shape"),
+    ],
+    ids=["refit", "constant"],
+)
+def test_very_many_dimensions_are_judged_in_time(make: Callable[[], Plan], sentence: str) -> None:
+    """In time that grows with their number: squared, each of these would take about ten seconds."""
+    plan = make()
+    begin = time.process_time()
+    problems = list(verify.problems(plan))
+    assert time.process_time() - begin < 3
+    assert any(problem.startswith(sentence) for problem in problems)
 
 
 UNWRITTEN: dict[str, tuple[dict[str, object], str]] = {

@@ -73,9 +73,11 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
     yield from _opset_problems(model.opset_import, node)
     yield from _signature_problems(model.graph, kernel.parameters)
     opsets = {opset.domain or "": opset.version or 0 for opset in model.opset_import}
-    yield from _graph_problems(model.graph, opsets, set(), inner=False)
+    broken = tuple(_graph_problems(model.graph, opsets, set(), inner=False))
+    yield from broken
     yield from _type_problems(node, _types(model.graph, kernel.parameters), opsets)
-    yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
+    if not broken:  # a shape of too many dimensions would take long to multiply
+        yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
 
 
 def _name(node: Node) -> str:

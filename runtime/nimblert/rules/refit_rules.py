@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nimblert.arrays import layouts
-from nimblert.extents import under
+from nimblert.extents import MAX_RANK, under
 from nimblert.ordering.pieces import reads, writes
 from nimblert.plan import ITEM_NBYTES, Access, Plan, Program, Region, Role, Tensor, Weight
 
@@ -57,8 +57,10 @@ def _input_problems(index: int, tensor: Tensor, plan: Plan, owners: _Owners) -> 
     other = owners.named.setdefault(tensor.name, index)
     if other != index:
         yield f"name: {tensor.name!r} is an input of refits[{other}] too"
-    if tensor.dtype not in ITEM_NBYTES or len(tensor.strides) != len(tensor.shape) or not tensor.span_nbytes:
-        return  # other rules report it; an empty tensor is nowhere
+    if tensor.dtype not in ITEM_NBYTES or len(tensor.shape) > MAX_RANK or len(tensor.strides) != len(tensor.shape):
+        return  # other rules report it
+    if not tensor.span_nbytes:
+        return  # an empty tensor is nowhere
     if not layouts.is_dense(tensor.shape, tensor.strides):
         yield f"strides: {tensor.strides}, expected those of {tensor.shape} in some order of its axes, without holes"
     pointer = tensor.pointer
