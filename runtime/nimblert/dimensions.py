@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 from nimblert.plan import Profile, Program, Tensor
@@ -63,13 +64,21 @@ class Axes:
     def _causes(self, sizes: Shape) -> set[str]:
         """The dimensions whose change alone changes the size of this axis."""
         causes = set()
-        for name in self._profiles[0]:
-            seen: dict[frozenset[tuple[str, int]], int] = {}
-            for profile, size in zip(self._profiles, sizes, strict=True):
-                others = frozenset(profile.items() - {(name, profile[name])})
-                if seen.setdefault(others, size) != size:
-                    causes.add(name)
+        for name, groups in self._alike.items():
+            seen: dict[int, int] = {}
+            if any(seen.setdefault(group, size) != size for group, size in zip(groups, sizes, strict=True)):
+                causes.add(name)
         return causes
+
+    @cached_property
+    def _alike(self) -> dict[str, list[int]]:
+        """By dimension the group of each program: those of a group differ in this dimension alone."""
+        alike = {}
+        for name in self._profiles[0]:
+            groups: dict[frozenset[tuple[str, int]], int] = {}
+            others = (frozenset(profile.items() - {(name, profile[name])}) for profile in self._profiles)
+            alike[name] = [groups.setdefault(other, len(groups)) for other in others]
+        return alike
 
 
 def resized(tensor: Tensor, axes: Sequence[str | None], sizes: Mapping[str, int]) -> Shape:

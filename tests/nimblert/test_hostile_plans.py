@@ -21,12 +21,14 @@ from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import (
     Access,
+    Fit,
     Launch,
     Memset,
     Module,
     ParameterKind,
     Plan,
     Pointer,
+    Program,
     Record,
     Region,
     Role,
@@ -250,13 +252,44 @@ def constant_of_many_axes() -> Plan:
     return with_model(plan, lambda model: model.graph.initializer[1].dims.extend([(1 << 62) + 1] * 40_000))
 
 
+def programs_of_one_entry(count: int, names: int, tensors: int) -> Plan:
+    """Each has ``names`` dimensions, and ``tensors`` inputs of 60 axes that have other sizes than these."""
+    plan = gather()
+
+    def program(number: int) -> Program:
+        inputs = tuple(
+            replace(tensor((number + 1 + i,) * 60, (0,) * 60), name=f"x{i}", pointer=Pointer(region=Region.INPUT))
+            for i in range(tensors)
+        )
+        profile = tuple((f"n{name}", (1 << 20) + number) for name in range(names))
+        return replace(
+            plan.programs[0],
+            name=f"p{number}",
+            entry="main",
+            inputs=inputs,
+            profile=profile,
+            fits=(Fit.PADDED,) * names,
+        )
+
+    return replace(plan, programs=tuple(map(program, range(count))))
+
+
+def one_profile_of_many_dimensions() -> Plan:
+    plan = programs_of_one_entry(1000, 1, 0)
+    large = tuple((f"n{name}", 1) for name in range(50_000))
+    return replace(plan, programs=(replace(plan.programs[0], profile=large), *plan.programs[1:]))
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (refit_of_many_axes, "refits[0].inputs[0].shape: 40000 dimensions, expected at most 64"),
         (constant_of_many_axes, "kernels[0].model: constant 'a' of shape"),
+        (lambda: programs_of_one_entry(2, 800, 1), "programs[1].profile: 800 dimensions, expected at most 64"),
+        (lambda: programs_of_one_entry(20, 64, 10), "programs[19].fits: n63="),
+        (one_profile_of_many_dimensions, "programs[0].profile: 50000 dimensions, expected at most 64"),
     ],
-    ids=["refit", "constant"],
+    ids=["refit", "constant", "long profiles", "many axes", "one long profile"],
 )
 def test_very_many_dimensions_are_judged_in_time(make: Callable[[], Plan], sentence: str) -> None:
     """In time that grows with their number: squared, each of these would take about ten seconds."""

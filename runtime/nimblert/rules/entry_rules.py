@@ -2,29 +2,36 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 from nimblert.dimensions import Axes, Shapes, profile_text, shapes_of
 from nimblert.extents import MAX_RANK
 from nimblert.plan import Fit, Plan, Profile, Program, Role
 from nimblert.rules.state_rules import writes_state
 
+_Signature: TypeAlias = tuple[object, ...]
+"""The properties that all programs of an entry share."""
+
 
 def problems(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each program that is not distinct within its entry, or whose fits are wrong."""
-    first: dict[str, int] = {}
+    first: dict[str, tuple[int, _Signature]] = {}
     taken: dict[tuple[str, Shapes], int] = {}
     profiles: dict[tuple[str, frozenset[tuple[str, int]]], int] = {}
     of_entries: defaultdict[str, dict[int, Program]] = defaultdict(dict)
     for i, program in enumerate(plan.programs):
         path = f"programs[{i}]"
-        yield from _profile_problems(f"{path}.profile", program.profile)
+        broken = tuple(_profile_problems(f"{path}.profile", program.profile))
+        yield from broken
         yield from (f"{path}.outputs[{j}].mask: only inputs are masks" for j, t in enumerate(program.outputs) if t.mask)
         if program.role is not Role.ENTRY:
             yield f"{path}.role: {program.role.name}, which no command runs"
             continue
-        of_entries[program.entry][i] = program
-        other = first.setdefault(program.entry, i)
-        if _signature(program) != _signature(plan.programs[other]):
+        if not broken:
+            of_entries[program.entry][i] = program
+        signature = _signature(program)
+        other, expected = first.setdefault(program.entry, (i, signature))
+        if signature != expected:
             yield f"{path}: takes or gives other tensors than programs[{other}], which is of the same entry"
         same = profiles.setdefault((program.entry, frozenset(program.profile)), i)
         if same != i:
@@ -47,8 +54,7 @@ def _profile_problems(path: str, profile: Profile) -> Iterator[str]:
         yield f"{path}: {profile_text(profile)}, expected sizes below {1 << 63}"
 
 
-def _signature(program: Program) -> tuple[object, ...]:
-    """The properties that all programs of an entry share."""
+def _signature(program: Program) -> _Signature:
     sides = (tuple((t.name, t.dtype, len(t.shape)) for t in side) for side in (program.inputs, program.outputs))
     return (*sides, frozenset(name for name, _ in program.profile))
 
@@ -67,6 +73,9 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
         if len(program.fits) != len(program.profile):
             yield f"{path}: {len(program.fits)}, expected one for each of {len(program.profile)} dimensions"
             continue
+        if all(fit is Fit.EXACT for fit in program.fits):
+            continue
+        stateful = writes_state(plan.state, program)
         for (name, size), fit in zip(program.profile, program.fits, strict=True):
             if fit is Fit.EXACT:
                 continue
@@ -74,5 +83,5 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
             elif fit is Fit.SPLIT and any(of.count(name) != 1 for of in axes.outputs):
                 yield f"{path}: {name!r} is SPLIT, expected one axis of it in each output"
-            elif writes_state(plan.state, program):
+            elif stateful:
                 yield f"{path}: {name!r} is {fit.name}, and the program writes the state"
