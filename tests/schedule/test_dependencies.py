@@ -2,7 +2,8 @@
 
 import networkx as nx
 import pytest
-from graphs import access, dataflow, graph, graphs, kernel, temporaries
+from examples import examples
+from graphs import access, dataflow, entangled_graphs, graph, graphs, kernel, temporaries
 from hypothesis import given
 
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
@@ -30,6 +31,16 @@ def test_every_conflicting_pair_is_ordered_and_no_other(model: Graph) -> None:
     dag = dependencies(model)
     assert set(dag.edges) <= set(conflicts(model))
     assert ancestors(dag) == closure_of_conflicts(model)
+
+
+@examples(200)
+@given(entangled_graphs())
+def test_parts_of_few_bytes_are_ordered_as_every_pair_compared_would_order_them(model: Graph) -> None:
+    order = closure_of_conflicts(model)
+    assert ancestors(dependencies(model)) == order
+    closed = close_gaps(model)
+    assert ancestors(dependencies(closed)) == order
+    assert close_gaps(closed) == closed
 
 
 @given(graphs())

@@ -95,10 +95,25 @@ def random_graph(random: Random, task_count: int, *, chained: bool = True) -> Gr
     return graph(buffers, tasks, opaque=opaque)
 
 
+def entangled_graph(random: Random) -> Graph:
+    """A graph of two buffers of a few bytes; each task reads and writes parts of them, whether written or not."""
+    buffers = temporaries(12, 12)
+
+    def some() -> tuple[Access, ...]:
+        return tuple(_random_access(random, buffers, random.randrange(2)) for _ in range(random.randint(0, 2)))
+
+    return graph(buffers, [kernel(some(), some(), op=task) for task in range(random.randint(2, 9))])
+
+
 def graphs(*, max_tasks: int = 12, chained: bool = True) -> st.SearchStrategy[Graph]:
     """Random graphs of at most ``max_tasks`` tasks."""
     randoms = st.randoms(use_true_random=False)
     return st.builds(random_graph, randoms, st.integers(0, max_tasks), chained=st.just(chained))
+
+
+def entangled_graphs() -> st.SearchStrategy[Graph]:
+    """Random graphs of two buffers of a few bytes."""
+    return st.builds(entangled_graph, st.randoms(use_true_random=False))
 
 
 def _random_access(random: Random, buffers: list[Buffer], buffer: int) -> Access:
