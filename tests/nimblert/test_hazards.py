@@ -276,3 +276,20 @@ def test_waits_in_a_row_and_events_of_events_carry_the_order_on() -> None:
     assert len(list(hazards(program(*without)))) == 1
     late = (write, Record(stream=1, event=0), Wait(stream=3, event=0), read)  # marks nothing: stream 1 is empty
     assert len(list(hazards(program(*late)))) == 1
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["an event", "earlier work"])
+def test_a_later_wait_orders_nothing_that_came_before_it(marked: bool) -> None:
+    """Stream 0 waits twice: what it did in between, or marked with an event, is not ordered after the second write."""
+    writes = [launch(stream, writes=((at(Region.STATE, 8 * stream), 8),)) for stream in (1, 2)]
+    read = launch(3 if marked else 0, reads=((at(Region.STATE, 16), 8),))
+    between = (Record(stream=0, event=2),) if marked else (read,)
+    after = (Wait(stream=3, event=2), read) if marked else ()
+    chain = (
+        *(command for work in writes for command in (work, Record(stream=work.stream, event=work.stream - 1))),
+        Wait(stream=0, event=0),
+        *between,
+        Wait(stream=0, event=1),
+        *after,
+    )
+    assert len(list(hazards(program(*chain)))) == 1

@@ -388,6 +388,7 @@ def test_an_output_may_lie_over_an_operand_where_the_operator_works_in_place(
         ("Pow", [WHOLE, WHOLE], 0, 0),  # not known to work in place
         ("MatMul", [WHOLE, (8, 8)], 0, 0),
         ("Add", [WHOLE, WHOLE], 1, 32),  # beside the operand
+        ("Add", [WHOLE, WHOLE], 1, -32),
         ("Add", [ROW, WHOLE], 0, 0),  # over a smaller operand
         ("ScatterND", [WHOLE, INDICES, ROW], 2, 0),  # over the new rows
         ("ScatterND", [WHOLE, (4, 1), WHOLE], 2, 0),
@@ -397,6 +398,26 @@ def test_an_output_over_another_operand_is_refused(
     operator: str, shapes: list[tuple[int, ...]], over: int, shift: int
 ) -> None:
     assert "and used otherwise too" in refusal(over_its_operand(operator, shapes, over, shift))
+
+
+def test_an_output_over_two_operands_is_refused_unless_either_may_lie_there() -> None:
+    for operator, shapes, refused in (
+        ("Add", [WHOLE, WHOLE], False),
+        ("ScatterND", [WHOLE, (4, 1), WHOLE], True),  # over the new rows too
+    ):
+        plan = over_its_operand(operator, shapes, 0)
+        fill, launch = plan.programs[0].commands
+        first, *middle, last, output = launch.relocations
+        relocations = (first, *middle, replace(last, pointer=first.pointer), output)
+        reads = tuple(dict.fromkeys((*launch.reads[:-1], replace(launch.reads[-1], pointer=first.pointer))))
+        both = with_program(plan, commands=(fill, replace(launch, relocations=relocations, reads=reads)))
+        assert any("and used otherwise too" in problem for problem in verify.problems(both)) == refused
+
+
+def test_an_output_over_an_operand_of_a_kernel_without_code_is_judged() -> None:
+    plan = over_its_operand("Add", [WHOLE, WHOLE], 0)
+    nowhere = replace(plan, kernels=(replace(plan.kernels[0], module=1),))
+    assert "kernels[0].module: 1 is out of range (there are 1 modules)" in refusal(nowhere)
 
 
 @pytest.mark.parametrize("what", ["reads", "writes"])

@@ -417,6 +417,49 @@ def test_mistakes_of_a_cpu_plan(change: Change, expected: list[str]) -> None:
     assert list(verify.problems(change(plans.cpu_plan()), BOUNDLESS)) == expected
 
 
+AT_LIMITS = [
+    program(profile=tuple((f"d{n}", (1 << 63) - 1) for n in range(64))),
+    lambda p: replace(
+        p, kernels=(*p.kernels, Kernel(module=1, symbol="k", parameters=(Parameter(offset=0, nbytes=32764),)))
+    ),
+    item("kernels", 2, max_dynamic_smem_nbytes=232448),
+    item("weights", 1, offset=16),
+    item("weights", 1, offset=1016),
+    plan_with(weights_nbytes=(1 << 48) - 1),
+    in_program("inputs", 0, shape=(1,) * 64, strides=(1,) * 64),
+    in_program("inputs", 0, shape=(0, 4), strides=(0, 0)),
+    in_program("inputs", 0, sample_range=(3, 3)),
+    in_program("outputs", 0, shape=(1, 16), strides=(1 << 44, 1)),
+    program(stream_count=9),
+    command(0, count=192, value=(1 << 32) - 1),
+    command(0, count=0, element_nbytes=1, value=255, dst=plans.pointer(Region.ARENA, 1024)),
+    command(1, grid=(2**31 - 1, 65535, 65535), block=(1, 16, 64)),
+    command(1, block=(1024, 1, 1)),
+    pointed(1, 1, 8, Region.ARENA, offset=1 << 40),
+    pointed(1, 1, 8, Region.ARENA, offset=-(1 << 40)),
+    command(4, src=plans.pointer(Region.ARENA, 448)),
+    command(4, src=plans.pointer(Region.ARENA, 576)),
+    command(6, cluster=(8, 2, 1), dynamic_smem_nbytes=65536),
+    lambda p: command(6, cluster=(8, 1, 1))(item("kernels", 1, non_portable_cluster=False)(p)),
+    golden(tolerance=0.0),
+    schedule(policy="a" * 64, antichain=(0, 4), arena_lower_bound_nbytes=1024, fewest_sync_count=25),
+    schedule(antichain=(), arena_lower_bound_nbytes=0, fewest_sync_count=0),
+    candidate(stream_count=5, sync_count=25, arena_nbytes=(1 << 48) - 1),
+    candidate(stream_count=0),
+]
+
+
+@pytest.mark.parametrize("change", AT_LIMITS)
+def test_what_reaches_a_limit_and_does_not_pass_it_is_sound(change: Change) -> None:
+    assert list(verify.problems(change(plans.cuda_plan()), BOUNDLESS)) == []
+
+
+def test_a_cpu_kernel_may_take_more_parameters_than_a_launch_on_a_gpu() -> None:
+    many = tuple(Parameter(offset=8 * i, nbytes=8, kind=ParameterKind.INPUT, name=f"p{i}") for i in range(4096))
+    plan = item("kernels", 1, parameters=many)(plans.cpu_plan())
+    assert not any(".parameters: " in problem for problem in verify.problems(plan, BOUNDLESS))
+
+
 @examples(100)
 @given(any_plan)
 def test_any_plan_is_judged(plan: Plan) -> None:
