@@ -16,6 +16,9 @@ import nimblert
 from fuzz import wrapped
 from nimblec import cli
 from nimblec.errors import UnsupportedModelError
+from nimblert.embedded import onnx_trust
+from nimblert.embedded.onnx_model import Attribute
+from nimblert.embedded.onnx_trust import Call
 from nimblert.errors import PlanInvalidError
 from nimblert.files import container
 from nimblert.limits import Limits
@@ -298,6 +301,40 @@ def test_very_many_dimensions_are_judged_in_time(make: Callable[[], Plan], sente
     problems = list(verify.problems(plan))
     assert time.process_time() - begin < 3
     assert any(problem.startswith(sentence) for problem in problems)
+
+
+def tree(*nodes: tuple[int, int] | None, leaves: bool) -> Call:
+    """A tree of nodes that lead to two others each, and of leaves; ``leaves``: in a list of their own (version 5)."""
+    sides = [tuple(branches[side] if branches else 0 for branches in nodes) for side in (0, 1)]
+    given = {f"nodes_{side}nodeids": ids for side, ids in zip(("true", "false"), sides, strict=True)}
+    if leaves:
+        given |= {"tree_roots": (0,)}
+        for name, ids in zip(("true", "false"), sides, strict=True):
+            given[f"nodes_{name}leafs"] = tuple(int(i >= len(nodes)) for i in ids)
+    else:
+        given |= {"nodes_treeids": (0,) * len(nodes), "nodes_nodeids": tuple(range(len(nodes)))}
+    attributes = {name: Attribute(name=name, ints=ints) for name, ints in given.items()}
+    modes = tuple(b"BRANCH_LEQ" if branches else b"LEAF" for branches in nodes)
+    attributes["nodes_modes"] = Attribute(name="nodes_modes", strings=modes)
+    return Call(attributes=attributes, inputs=((1, 4),), outputs=((1, 1),), constant={})
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["ids", "leaves apart"])
+def test_trees_that_no_recursion_ends_are_refused(leaves: bool) -> None:
+    def found(*nodes: tuple[int, int] | None) -> list[str]:
+        return list(onnx_trust.problems("ai.onnx.ml.TreeEnsemble", tree(*nodes, leaves=leaves)))
+
+    def chain(length: int) -> list[tuple[int, int] | None]:
+        """So many nodes on the way to the last leaf; the list ends with a leaf where leaves are nodes."""
+        if leaves:
+            return [(i + 1, length) for i in range(length)]
+        return [*((i + 1, length - 1) for i in range(length - 1)), None]
+
+    assert found(*chain(3)) == found(*chain(1024)) == []
+    sentence = ["ai.onnx.ml.TreeEnsemble: trees with a cycle, or higher than 1024 nodes"]
+    assert found(*chain(1025)) == sentence
+    assert found((1, 1), (0, 0)) == sentence
+    assert found((0, 5), None if not leaves else (5, 5)) == sentence
 
 
 UNWRITTEN: dict[str, tuple[dict[str, object], str]] = {
