@@ -419,6 +419,19 @@ def test_an_output_may_lie_over_an_operand_where_the_operator_works_in_place(
     assert list(verify.problems(over_its_operand(operator, shapes, 0))) == []
 
 
+def test_the_model_of_many_launches_is_read_once() -> None:
+    """Read for each launch that overwrites an operand, it would take a minute and more."""
+
+    def fill(model: ModelProto) -> None:
+        model.graph.initializer.append(helper.make_tensor("long", TensorProto.INT64, [100_000], range(100_000)))
+
+    plan = with_model(over_its_operand("Add", [WHOLE, WHOLE], 0), fill)
+    before, launch = plan.programs[0].commands
+    begin = time.process_time()
+    assert list(verify.problems(with_program(plan, commands=(before, *[launch] * 1000)))) == []
+    assert time.process_time() - begin < 10
+
+
 @pytest.mark.parametrize(
     ("operator", "shapes", "over", "shift"),
     [

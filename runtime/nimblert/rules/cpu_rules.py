@@ -7,7 +7,7 @@ and writes. The accesses that the plan declares must be the same.
 from collections.abc import Collection, Iterator, Sequence
 
 from nimblert.embedded import in_place, onnx_rules
-from nimblert.embedded.onnx_model import read_model
+from nimblert.embedded.onnx_model import Node, read_model
 from nimblert.embedded.protobuf import Budget
 from nimblert.errors import PlanFormatError
 from nimblert.extents import Sizes, array_problems, dense_nbytes, extent_problems, under
@@ -52,12 +52,30 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
     yield from array_problems(parameter.dtype, parameter.shape, limits.tensor_nbytes)
 
 
-def launch_problems(
-    launch: Launch, kernel: Kernel, modules: Sequence[Module], sizes: Sizes, *, refits: bool
-) -> Iterator[str]:
+class Nodes(dict[int, Node | None]):
+    """The only node of a module's model, by the module's index; None where it has not one. Each model is read once."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        super().__init__()
+        self._modules = modules
+
+    def __missing__(self, module: int) -> Node | None:
+        found = self[module] = _only_node(self._modules[module]) if 0 <= module < len(self._modules) else None
+        return found
+
+
+def _only_node(module: Module) -> Node | None:
+    try:
+        graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
+    except PlanFormatError:
+        return None
+    return graph.node[0] if graph is not None and len(graph.node) == 1 else None
+
+
+def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, *, refits: bool) -> Iterator[str]:
     """Yield a sentence for each rule that a launch breaks: each relocation is for one parameter, a whole tensor.
 
-    ``modules`` are those of the plan; ``refits``: whether the launch may write weights.
+    ``nodes`` are those of the plan's modules; ``refits``: whether the launch may write weights.
     """
     constant = (Region.INPUT,) if refits else (Region.WEIGHTS, Region.INPUT)
     parameters = kernel.parameters
@@ -82,12 +100,12 @@ def launch_problems(
     for what, declared, found in (("reads", launch.reads, reads), ("writes", launch.writes, writes)):
         if _places(declared) != set(found):
             yield f"{what}: are not what the relocations point to"
-    yield from _overlap_problems(set(reads) - _overwritten(launch, kernel, modules), writes)
+    yield from _overlap_problems(set(reads) - _overwritten(launch, kernel, nodes), writes)
 
 
-def _overwritten(launch: Launch, kernel: Kernel, modules: Sequence[Module]) -> set[Place]:
+def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
     """The operands that a launch may overwrite: their bytes, dtype and shape are its output's (see `in_place`)."""
-    if kernel.symbol not in in_place.OPERATORS or not 0 <= kernel.module < len(modules):
+    if kernel.symbol not in in_place.OPERATORS:
         return set()
     bound = [
         (parameter, (pointer.region, pointer.index, pointer.offset, dense_nbytes(parameter.dtype, parameter.shape)))
@@ -98,20 +116,10 @@ def _overwritten(launch: Launch, kernel: Kernel, modules: Sequence[Module]) -> s
             continue
         there = [parameter for parameter, other in bound if other == place and parameter is not output]
         if there and all((p.dtype, p.shape) == (output.dtype, output.shape) for p in there):
-            names = {parameter.name for parameter in there}
-            return {place} if _may_overlap(modules[kernel.module], names) else set()
+            node = nodes[kernel.module]
+            may_overlap = node is not None and all(in_place.may_overlap(node, parameter.name) for parameter in there)
+            return {place} if may_overlap else set()
     return set()
-
-
-def _may_overlap(module: Module, operands: Collection[str]) -> bool:
-    """Whether the only node of a kernel's model may overwrite these operands."""
-    try:
-        graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
-    except PlanFormatError:
-        return False
-    if graph is None or len(graph.node) != 1:
-        return False
-    return all(in_place.may_overlap(graph.node[0], operand) for operand in operands)
 
 
 def _places(accesses: Sequence[Access]) -> set[Place]:

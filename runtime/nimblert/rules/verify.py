@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 from nimblert.errors import PlanInvalidError
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
@@ -34,6 +35,9 @@ from nimblert.plan import (
     Work,
 )
 from nimblert.rules import entry_rules, launch_limits, limit_rules, refit_rules, state_rules
+
+if TYPE_CHECKING:
+    from nimblert.rules.cpu_rules import Nodes
 
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
@@ -69,10 +73,12 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
             yield f"modules[{i}].code: is empty or not contiguous"
     for i, kernel in enumerate(plan.kernels):
         yield from under(f"kernels[{i}]", _kernel_problems(kernel, plan))
+    nodes = None
     if plan.target == Target.CPU:
         from nimblert.rules import cpu_rules  # which reads ONNX models
 
         yield from cpu_rules.kernels_problems(plan, limits)
+        nodes = cpu_rules.Nodes(plan.modules)
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
     yield from state_rules.problems(plan)
@@ -80,20 +86,26 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
         for i, program in enumerate(programs):
             sizes = region_sizes(plan, program)
-            scope = _Scope(plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes)
+            scope = _Scope(
+                plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes, nodes=nodes
+            )
             yield from under(f"{path}[{i}]", _program_problems(scope))
     yield from refit_rules.problems(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """What the rules of a command refer to; ``params_nbytes`` is that of each kernel."""
+    """What the rules of a command refer to; ``params_nbytes`` is that of each kernel.
+
+    ``nodes`` are those of the modules on the CPU target, None on the CUDA target.
+    """
 
     plan: Plan
     limits: Limits
     program: Program
     sizes: Sizes
     params_nbytes: tuple[int, ...]
+    nodes: "Nodes | None"
 
     @property
     def refits(self) -> bool:
@@ -215,14 +227,14 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
     if len(launch.params) != params_nbytes:
         yield f"params: {len(launch.params)} bytes, the kernel takes {params_nbytes}"
     yield from _relocation_problems(launch)
-    if plan.target == Target.CUDA:
+    if scope.nodes is None:
         yield from launch_limits.problems(launch, kernel)
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
         from nimblert.rules import cpu_rules
 
-        yield from cpu_rules.launch_problems(launch, kernel, plan.modules, sizes, refits=scope.refits)
+        yield from cpu_rules.launch_problems(launch, kernel, scope.nodes, sizes, refits=scope.refits)
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:
