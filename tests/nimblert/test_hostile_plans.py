@@ -420,7 +420,7 @@ def test_an_output_may_lie_over_an_operand_where_the_operator_works_in_place(
 
 
 def test_the_model_of_many_launches_is_read_once() -> None:
-    """Read for each launch that overwrites an operand, it would take a minute and more."""
+    """Read for each launch, or repeated in a model of all, it would take a minute and more."""
 
     def fill(model: ModelProto) -> None:
         model.graph.initializer.append(helper.make_tensor("long", TensorProto.INT64, [100_000], range(100_000)))
@@ -428,7 +428,7 @@ def test_the_model_of_many_launches_is_read_once() -> None:
     plan = with_model(over_its_operand("Add", [WHOLE, WHOLE], 0), fill)
     before, launch = plan.programs[0].commands
     begin = time.process_time()
-    assert list(verify.problems(with_program(plan, commands=(before, *[launch] * 1000)))) == []
+    nimblert.load(with_program(plan, commands=(before, *[launch] * 1000))).close()
     assert time.process_time() - begin < 10
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_plans import assert_same, floats, plan_file, write_model
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 import nimblert
 from nimblert.cpu.backend import CpuBackend
@@ -199,6 +199,29 @@ def test_branches_stay_by_themselves(tmp_path: Path) -> None:
     groups = members(plan)
     lonely = next(i for i, c in enumerate(plan.programs[0].commands) if plan.kernels[c.kernel].symbol == "If")
     assert [lonely] in groups
+
+
+def test_several_launches_of_a_large_model_stay_by_themselves(tmp_path: Path) -> None:
+    """A model of several launches repeats the constants of each."""
+    plan = planned(tmp_path, BRANCHES, ["y"])
+    whole = [list(range(len(BRANCHES)))]
+    assert members(plan) == whole
+    symbols = [plan.kernels[command.kernel].symbol for command in plan.programs[0].commands]
+
+    def enlarged(symbol: str) -> Plan:
+        (large,) = {kernel.module for kernel in plan.kernels if kernel.symbol == symbol}
+        model = ModelProto.FromString(bytes(plan.modules[large].code))
+        model.graph.initializer.append(numpy_helper.from_array(np.zeros(1 << 13, np.float32), "unused"))
+        modules = list(plan.modules)
+        modules[large] = replace(modules[large], code=memoryview(model.SerializeToString(deterministic=True)))
+        return replace(plan, modules=tuple(modules))
+
+    assert members(enlarged("Mul")) == whole
+    groups = members(enlarged("MatMul"))
+    assert all([index] in groups for index, symbol in enumerate(symbols) if symbol == "MatMul")
+    x = np.ones((ROWS, WIDTH), np.float32)
+    with nimblert.load(plan) as one, nimblert.load(enlarged("MatMul")) as other:
+        np.testing.assert_array_equal(one(x), other(x))
 
 
 def test_a_failure_names_the_op_of_several(tmp_path: Path) -> None:

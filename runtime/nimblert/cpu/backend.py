@@ -350,7 +350,7 @@ class CpuBackend:
             if index in stretches:
                 stretch = replace(stretches[index], pool=Pool()) if alone else stretches[index]
                 bound = self._sessions.bind_stretch(self._program, stretch, self.memory, self._options)
-                loops = isinstance(command, Launch) and _may_loop(self._plan, command)
+                loops = isinstance(command, Launch) and self._sessions.may_loop(command)
                 steps.append((command, Patient(bound, self._options, steps, loops=loops)))
             elif not isinstance(command, Launch):
                 steps.append((command, self._step(command, index)))
@@ -360,7 +360,7 @@ class CpuBackend:
         match command:
             case Launch():
                 bound = self._sessions.bind(command, self.memory, self._options, f"commands[{index}]")
-                if _may_loop(self._plan, command):
+                if self._sessions.may_loop(command):
                     return partial(interruptible, bound, self._options)
                 return bound
             case Memcpy():
@@ -400,11 +400,6 @@ def _check_events(program: Program) -> None:
             recorded.add(command.event)
         elif isinstance(command, Wait) and command.event not in recorded:
             raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
-
-
-def _may_loop(plan: Plan, launch: Launch) -> bool:
-    """Whether the launch's model holds a Loop at any depth: its inputs decide when it ends."""
-    return b"Loop" in bytes(plan.modules[plan.kernels[launch.kernel].module].code)
 
 
 def _origin(program: Program, command: Command, failure: Exception) -> str:

@@ -55,12 +55,13 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A launch, the index of its command, and the name for its node."""
+    """A launch, the index of its command, its model, and the name for its node. ``alone``: it joins no others."""
 
     index: int
     launch: Launch
     kernel: Kernel
     model: Model
+    alone: bool
     label: str
 
     def bound(self, kind: ParameterKind) -> tuple[Bound, ...]:
@@ -112,7 +113,7 @@ class Chain:
     def add(self, part: Part) -> bool:
         """Add a launch; False, and nothing has changed, where it cannot join."""
         graph = part.model.graph
-        if graph is None or not (_is_whole(graph, part) and self._fits(part.model)):
+        if part.alone or graph is None or not (_is_whole(graph, part) and self._fits(part.model)):
             return False
         position, before = len(self.parts), 0
         names: dict[str, str] = {}

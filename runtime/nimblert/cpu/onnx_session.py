@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -38,6 +39,8 @@ NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 LABEL = "command_"
 """The start of the names of nodes in a joined model; the index of the command follows."""
 
+_LARGEST_NBYTES = 32 << 10
+"""The largest model of several launches that joins others: a joined model repeats the constants of each launch."""
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
     "float64": "tensor(double)",
@@ -182,6 +185,8 @@ class SessionCache:
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
         self._crowd = onnx_threads.cores() if threads is None else None
+        self._codes: dict[int, bytes] = {}
+        """The bytes of modules, copied once: as parts of the keys of sessions they are hashed once, too."""
         self._models: dict[int, Model] = {}
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the id of a program: hashing its value would take long."""
@@ -196,7 +201,7 @@ class SessionCache:
         """A cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights)
         made._threads, made._crowd = self._threads, self._crowd
-        made._models, made._stretches = self._models, self._stretches
+        made._codes, made._models, made._stretches = self._codes, self._models, self._stretches
         made._sessions |= {
             key: session
             for key, session in self._sessions.items()
@@ -262,6 +267,12 @@ class SessionCache:
     def _launch_count(self) -> int:
         return sum(isinstance(command, Launch) for program in self._plan.programs for command in program.commands)
 
+    @cached_property
+    def _launches(self) -> Counter[int]:
+        """The number of launches of each kernel, in programs and refits."""
+        programs = (*self._plan.programs, *self._plan.refits)
+        return Counter(c.kernel for program in programs for c in program.commands if isinstance(c, Launch))
+
     def _joined(self, program: Program) -> Iterator[tuple[list[Part], Joined | None]]:
         flow = dataflow(program)
         for stream in range(program.stream_count):
@@ -272,15 +283,28 @@ class SessionCache:
 
     def _part(self, index: int, launch: Launch) -> Part:
         kernel = self._plan.kernels[launch.kernel]
-        model = self._model(kernel.module)
-        return Part(index=index, launch=launch, kernel=kernel, model=model, label=f"{LABEL}{index}")
+        model, nbytes = self._model(kernel.module), self._plan.modules[kernel.module].code.nbytes
+        alone = nbytes > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
+        return Part(index=index, launch=launch, kernel=kernel, model=model, alone=alone, label=f"{LABEL}{index}")
+
+    def may_loop(self, launch: Launch) -> bool:
+        """Whether the launch's model holds a Loop at any depth: its inputs decide when it ends."""
+        return self._plan.kernels[launch.kernel].module in self._looping
+
+    @cached_property
+    def _looping(self) -> frozenset[int]:
+        return frozenset(i for i, module in enumerate(self._plan.modules) if b"Loop" in bytes(module.code))
+
+    def _code(self, module: int) -> bytes:
+        if module not in self._codes:
+            self._codes[module] = bytes(self._plan.modules[module].code)
+        return self._codes[module]
 
     def _model(self, module: int) -> Model:
         """The model of a module; an empty one where its bytes are not a model."""
         if module not in self._models:
             try:
-                code = bytes(self._plan.modules[module].code)
-                self._models[module] = read_model(code, Budget(DEFAULT_LIMITS.model_fields))
+                self._models[module] = read_model(self._code(module), Budget(DEFAULT_LIMITS.model_fields))
             except PlanFormatError:
                 self._models[module] = Model()
         return self._models[module]
@@ -302,7 +326,7 @@ class SessionCache:
         of_kind = {kind: tuple(b for b in bound if b.parameter.kind is kind) for kind in ParameterKind}
         return Joined(
             symbol=kernel.symbol,
-            code=bytes(self._plan.modules[kernel.module].code),
+            code=self._code(kernel.module),
             inputs=of_kind[ParameterKind.INPUT],
             outputs=of_kind[ParameterKind.OUTPUT],
             initializers=of_kind[ParameterKind.INITIALIZER],
