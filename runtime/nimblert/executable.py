@@ -3,7 +3,7 @@
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -286,10 +286,13 @@ def load(
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
         # A future in a variable would form a cycle with its error, and keep a refused file mapped.
-        checks = pool.map(
-            call, (partial(container.verify_digest, image, path), partial(checked, decoded, program, limits))
-        )
-        pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
+        tasks = partial(container.verify_digest, image, path), partial(checked, decoded, program, limits)
+        checks: Iterator[Any]
+        try:
+            checks = pool.map(call, tasks)
+            pool.submit(import_module, "nimblert.cuda.backend")  # `_resident` needs it next
+        except RuntimeError:  # no thread can be started, or the main thread has ended
+            checks = (task() for task in tasks)
         try:
             started.enter_context(closing(_start_device(decoded.device, device)))
         except NimbleError:
