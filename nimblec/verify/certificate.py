@@ -73,13 +73,13 @@ def _required(works: Sequence[Work], members: Sequence[int]) -> Iterator[tuple[i
     nothing; a read comes after the last write. Bytes that a work both reads and writes there may be
     scratch memory, and order nothing.
     """
-    bits = {member: 1 << place for place, member in enumerate(members)}
-    before = [0] * len(works)  # by work: the members that are before it
+    among = frozenset(members)
+    before = [-1] * len(works)  # by work: the last member that is before it
     for early, late in _data_edges(works):
-        before[late] |= before[early] | bits.get(early, 0)
+        before[late] = max(before[late], before[early], early if early in among else -1)
     for member in members:
-        if before[member]:
-            yield members[before[member].bit_length() - 1], member
+        if before[member] >= 0:
+            yield before[member], member
 
 
 def _data_edges(works: Sequence[Work]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The antichain of a plan: never doubted without reason, and no false one believed."""
 
+import tracemalloc
 
 from graphs import graphs, schedules
 from hypothesis import given
@@ -94,6 +95,18 @@ def test_weights_scratch_memory_and_empty_ranges_order_nothing() -> None:
         work(0, reads=(weights, empty, SHARED), writes=(SHARED, empty)),
     )
     assert found(program, record("1", 0, 1)) == []
+
+
+def test_a_long_antichain_is_judged_in_little_memory() -> None:
+    """The members before each command as a set would take gigabytes for as many commands as a plan may have."""
+    program = planned(*[work(0)] * 20_000)
+    claim = record("1", *range(20_000))
+    tracemalloc.start()
+    try:
+        assert found(program, claim) == []
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_commands_that_an_event_orders_prove_nothing_of_the_widest_schedule() -> None:
