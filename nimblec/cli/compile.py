@@ -32,7 +32,7 @@ from nimblert.files import schema
     type=click.Choice(get_args(TargetChoice)),
     default="auto",
     show_default=True,
-    help="Target device. auto: cuda if there is a GPU and cuda-python is installed, else cpu.",
+    help="Target device. auto: cuda if there is a GPU and cuda-bindings is installed, else cpu.",
 )
 @click.option(
     "--input",

@@ -78,7 +78,7 @@ def test_the_runtime_alone_runs_a_plan(lean: Environment, tmp_path: Path) -> Non
 
 def test_the_runtime_alone_says_what_is_missing(lean: Environment, cuda: Path) -> None:
     done = lean.run("-c", RUN, cuda)
-    assert done.stderr.splitlines()[-1].endswith("cuda-python is not installed: pip install 'nimblert[cuda]'")
+    assert done.stderr.splitlines()[-1].endswith("cuda-bindings is not installed: pip install 'nimblert[cuda]'")
     bfloat16 = lean.run("-c", "from nimblert.arrays.dtypes import numpy_dtype; numpy_dtype('bfloat16')")
     assert bfloat16.stderr.splitlines()[-1].endswith("need ml_dtypes: pip install 'nimblert[bfloat16]'")
 

@@ -26,7 +26,7 @@ def bindings() -> Any:
         from cuda.bindings import driver
     except ImportError as exc:
         raise DeviceMismatchError(
-            "this plan needs a GPU, and cuda-python is not installed: pip install 'nimblert[cuda]'"
+            "this plan needs a GPU, and cuda-bindings is not installed: pip install 'nimblert[cuda]'"
         ) from exc
     return driver
 
