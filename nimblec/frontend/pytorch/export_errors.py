@@ -14,9 +14,9 @@ from nimblert.errors import NimbleError
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """Errors of calls whose result or its size depends on the values of tensors that only have a shape."""
 
-
 _UNTRANSLATED = re.compile(r"No ONNX function found for <(?:OpOverload\(op='([\w.]+)'|[\w.]+\.(\w+)\.\w+ object at )")
 """Of operators that take functions, torch (2.15) names the class, in a module that is called as the operator."""
+
 _EXPERTS = "transformers.grouped_mm_fallback"
 _COMPLEX = "No decompositions registered for the complex-valued input"
 

@@ -50,7 +50,7 @@ _MOST_SENTENCES = 1 << 16
 def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     """Yield a sentence for each rule that the plan breaks, and each of ``limits`` that it exceeds; none if it is valid.
 
-    Whether conflicting accesses are ordered is checked by `hazards`. Ends after some thousands of sentences.
+    Whether conflicting accesses are ordered is checked by `hazards`. Ends after 65,536 sentences.
     """
     beyond = tuple(limit_rules.problems(plan, limits))
     # A plan beyond a limit is not examined further.
