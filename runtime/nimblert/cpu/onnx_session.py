@@ -41,6 +41,7 @@ LABEL = "command_"
 
 _LARGEST_NBYTES = 32 << 10
 """The largest model of several launches that joins others: a joined model repeats the constants of each launch."""
+
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
     "float64": "tensor(double)",
