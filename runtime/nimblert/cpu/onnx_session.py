@@ -173,6 +173,26 @@ class Stretch:
     pool: Pool
 
 
+class _Code:
+    """The code of a module, copied and examined once: it is a part of the keys of sessions, which hash it."""
+
+    def __init__(self, code: memoryview) -> None:
+        self.code = bytes(code)
+
+    @cached_property
+    def model(self) -> Model:
+        """An empty one where the bytes are not a model."""
+        try:
+            return read_model(self.code, Budget(DEFAULT_LIMITS.model_fields))
+        except PlanFormatError:
+            return Model()
+
+    @cached_property
+    def may_loop(self) -> bool:
+        """Whether the model holds a Loop at any depth: its inputs decide when it ends."""
+        return b"Loop" in self.code
+
+
 class SessionCache:
     """The sessions of a plan: one for each model and its initializers, shared by all launches and contexts.
 
@@ -186,9 +206,8 @@ class SessionCache:
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
         self._crowd = onnx_threads.cores() if threads is None else None
-        self._codes: dict[int, bytes] = {}
-        """The bytes of modules, copied once: as parts of the keys of sessions they are hashed once, too."""
-        self._models: dict[int, Model] = {}
+        self._codes: dict[int, _Code] = {}
+        """By the index of a kernel, which shares its module with no other."""
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
         """By the id of a program: hashing its value would take long."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
@@ -202,7 +221,7 @@ class SessionCache:
         """A cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights)
         made._threads, made._crowd = self._threads, self._crowd
-        made._codes, made._models, made._stretches = self._codes, self._models, self._stretches
+        made._codes, made._stretches = self._codes, self._stretches
         made._sessions |= {
             key: session
             for key, session in self._sessions.items()
@@ -283,32 +302,18 @@ class SessionCache:
                     yield from join([self._part(i, c) for i, c in group if isinstance(c, Launch)], flow, self._derived)
 
     def _part(self, index: int, launch: Launch) -> Part:
-        kernel = self._plan.kernels[launch.kernel]
-        model, nbytes = self._model(kernel.module), self._plan.modules[kernel.module].code.nbytes
-        alone = nbytes > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
-        return Part(index=index, launch=launch, kernel=kernel, model=model, alone=alone, label=f"{LABEL}{index}")
+        kernel, code = self._plan.kernels[launch.kernel], self._code(launch)
+        alone = len(code.code) > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
+        return Part(index=index, launch=launch, kernel=kernel, model=code.model, alone=alone, label=f"{LABEL}{index}")
 
     def may_loop(self, launch: Launch) -> bool:
-        """Whether the launch's model holds a Loop at any depth: its inputs decide when it ends."""
-        return self._plan.kernels[launch.kernel].module in self._looping
+        """Whether the inputs of a launch decide when it ends."""
+        return self._code(launch).may_loop
 
-    @cached_property
-    def _looping(self) -> frozenset[int]:
-        return frozenset(i for i, module in enumerate(self._plan.modules) if b"Loop" in bytes(module.code))
-
-    def _code(self, module: int) -> bytes:
-        if module not in self._codes:
-            self._codes[module] = bytes(self._plan.modules[module].code)
-        return self._codes[module]
-
-    def _model(self, module: int) -> Model:
-        """The model of a module; an empty one where its bytes are not a model."""
-        if module not in self._models:
-            try:
-                self._models[module] = read_model(self._code(module), Budget(DEFAULT_LIMITS.model_fields))
-            except PlanFormatError:
-                self._models[module] = Model()
-        return self._models[module]
+    def _code(self, launch: Launch) -> _Code:
+        if launch.kernel not in self._codes:
+            self._codes[launch.kernel] = _Code(self._plan.modules[self._plan.kernels[launch.kernel].module].code)
+        return self._codes[launch.kernel]
 
     def _derived(self, model: Joined) -> Shapes:
         """The shapes of a model's outputs, as far as ONNX Runtime infers them without a run."""
@@ -327,7 +332,7 @@ class SessionCache:
         of_kind = {kind: tuple(b for b in bound if b.parameter.kind is kind) for kind in ParameterKind}
         return Joined(
             symbol=kernel.symbol,
-            code=self._code(kernel.module),
+            code=self._code(launch).code,
             inputs=of_kind[ParameterKind.INPUT],
             outputs=of_kind[ParameterKind.OUTPUT],
             initializers=of_kind[ParameterKind.INITIALIZER],
