@@ -19,11 +19,11 @@ import onnx
 import passes
 import plan_bytes
 import refusals
+from onnxruntime import InferenceSession
 from plan_bytes import Lines, columns
 
 from nimblec.assembly import Provenance
 from nimblec.cpu import capture
-from nimblec.cpu.reference import run_reference
 from nimblec.frontend.onnx import model_file
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
@@ -35,7 +35,7 @@ from nimblec.verify import verification
 from nimblert import golden
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.host_memory import HostMemory
-from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime
+from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime, session_options
 from nimblert.executable import load
 from nimblert.files import container
 from nimblert.plan import (
@@ -162,7 +162,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
     yield "machine", iter([f"ONNX Runtime {onnxruntime().__version__}, blocks of {nchwc_block_size()} channels"])
     model, lines = read()
     yield "read", lines
-    graph = capture.capture_model(model, MODEL.parent)
+    graph = capture.capture(MODEL)
     yield "optimise", optimise(graph)
     yield "graph", passes.tasks(graph)
     yield "dependencies", passes.order(graph)
@@ -192,9 +192,10 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
 
 
 def with_golden(plan: Plan, model: onnx.ModelProto) -> Plan:
-    """The plan with the outputs of a plain ONNX Runtime session on seeded inputs as its golden record."""
+    """The plan with the outputs of ONNX Runtime on seeded inputs as its golden record."""
     program = plan.programs[0]
-    outputs = run_reference(model, MODEL.parent, golden.draw_inputs(program, 0))
+    session = InferenceSession(model.SerializeToString(), session_options(), providers=["CPUExecutionProvider"])
+    outputs = session.run(None, golden.draw_inputs(program, 0))
     return replace(plan, programs=(replace(program, golden=golden.record(0, outputs, 0.0)),))
 
 

@@ -75,6 +75,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     level: int | None = None,
     precision: Precision = "keep",
     max_error: float | None = None,
+    approximate: bool = False,
     print_passes: bool = False,
     refittable: bool = False,
     streams: str | int = "auto",
@@ -128,8 +129,10 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       kernels by timing them. CUDA target.
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
       "fp16" or "bf16" (a float32 model in half precision). CUDA target.
-    - ``max_error``: the largest difference from level 0 to accept, relative to an output's largest magnitude. CUDA
-      target.
+    - ``max_error``: the largest difference to accept, relative to an output's largest magnitude: from level 0, or on
+      the CPU target from ONNX Runtime without its optimiser and from PyTorch.
+    - ``approximate``: round activations to 8 bits in products with quantised weights, which is faster; a note tells
+      the error. CPU target.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
@@ -157,6 +160,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         level=level,
         precision=precision,
         max_error=max_error,
+        approximate=approximate,
         print_passes=print_passes,
         refittable=refittable,
         streams=streams,

@@ -121,7 +121,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
             with stage(observer, "export"):
                 source, options, notes = hand_over(source, options, output.parent)
         return (*notes, *compile_cuda(source, options, output, observer))
-    from nimblec.cpu.optimizing import own_process
+    from nimblec.cpu.ort_process import own_process
 
     with own_process():
         from nimblec.cpu.compile import compile_cpu  # which brings in onnx, while that process starts

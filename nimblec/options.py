@@ -69,8 +69,10 @@ class Options:
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
-    a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept
-    from level 0 at the model's own precision, relative to an output's largest magnitude. ``print_passes`` notes
+    a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept, relative to an
+    output's largest magnitude, from level 0 at the model's own precision, or on the CPU target from ONNX Runtime
+    without its optimiser. ``approximate`` rounds activations to 8 bits beside quantised weights (CPU target).
+    ``print_passes`` notes
     each rewrite that runs (CPU target: ONNX Runtime's optimiser, as one). ``refittable`` keeps weights
     replaceable that are folded or repacked.
     """
@@ -86,6 +88,7 @@ class Options:
     level: int | None = None
     precision: Precision = "keep"
     max_error: float | None = None
+    approximate: bool = False
     print_passes: bool = False
     refittable: bool = False
     streams: str = "auto"
@@ -392,6 +395,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "level": _one_of(None, *get_args(Level)),
     "precision": _one_of(*get_args(Precision)),
     "max_error": _or_none(_read_error),
+    "approximate": _one_of(False, True),
     "print_passes": _one_of(False, True),
     "refittable": _one_of(False, True),
     "streams": read_streams,

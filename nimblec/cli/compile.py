@@ -97,8 +97,14 @@ from nimblert.files import schema
     "--max-error",
     type=click.FloatRange(0),
     metavar="E",
-    help="CUDA target. Refuse -O1, -O2, fp16 or bf16 where an output differs from that of -O0 by more than E of its "
-    "largest magnitude.",
+    help="The largest difference of an output to accept, as a part of its largest magnitude: from -O0 for -O1, -O2, "
+    "fp16 or bf16; on the CPU target from ONNX Runtime without its optimiser, and from PyTorch.",
+)
+@click.option(
+    "--approximate",
+    is_flag=True,
+    help="CPU target. Round activations to 8 bits in products with quantised weights, which is faster; prints the "
+    "error.",
 )
 @click.option(
     "--print-passes",
@@ -156,6 +162,7 @@ def compile_model(
     level: int | None,
     precision: Precision,
     max_error: float | None,
+    approximate: bool,
     print_passes: bool,
     refittable: bool,
     streams: str,
@@ -217,6 +224,7 @@ def compile_model(
         level=level,
         precision=precision,
         max_error=max_error,
+        approximate=approximate,
         print_passes=print_passes,
         refittable=refittable,
         streams=streams,

@@ -21,7 +21,7 @@ from nimblert.errors import PlanError
     "model",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="MODEL.onnx",
-    help="Also run the ONNX file through ONNX Runtime on the CPU, and compare.",
+    help="Also run the ONNX file through ONNX Runtime, without its optimiser, on the CPU, and compare.",
 )
 @click.option(
     "--constant",
@@ -64,7 +64,7 @@ def verify_plan(
     symbols  every cubin holds the kernels that are launched from it
     golden   the recorded run, repeated, gives the recorded outputs
     padding  padded and split runs give the results of programs of the sizes called for
-    against  a plain ONNX Runtime session of MODEL.onnx gives the same outputs for random inputs
+    against  ONNX Runtime without its optimiser gives the same outputs of MODEL.onnx for random inputs
     nodes    each of its nodes gives the value that the plan holds for that node, if it holds one
 
     Prints a line for each check; the exit status is 2 if one failed. A node that differs while the

@@ -7,14 +7,16 @@ from dataclasses import replace
 from math import prod
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from nimblec.cpu import kernels, optimizer, values
+from nimblec.cpu import kernels, values
 from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
-from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.optimizer import OptimizedModel, optimize
+from nimblec.cpu.reference import ReferenceModel
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
 from nimblec.cpu.unchanged import unchanged
@@ -39,7 +41,9 @@ def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Grap
     Raises CompileError for a file that cannot be read, UnsupportedModelError for a model that no
     plan can hold.
     """
-    return capture_model(read(path, inputs), Path(path).parent)
+    with TemporaryDirectory(prefix="nimblec-") as scratch:
+        model = ReferenceModel(entry="main", profile=(), folder=Path(path).parent, proto=read(path, inputs))
+        return capture_model(model, optimize(model.proto, model.folder, Path(scratch)))
 
 
 def read(
@@ -72,27 +76,18 @@ def read(
     return model
 
 
-def capture_model(
-    model: ModelProto,
-    folder: Path,
-    sample_ranges: Mapping[str, tuple[int, int]] | None = None,
-    scratch_folder: Path | None = None,
-    state: Sequence[ModelState] = (),
-    weights: Collection[str] | None = None,
-) -> Graph:
-    """The Graph of a model that `read` returned, whose external data are in ``folder``.
+def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Collection[str] | None = None) -> Graph:
+    """Return the Graph of a model that `read` returned, from its optimised form.
 
-    ``sample_ranges`` bound the random integers drawn for inputs, by name. ``scratch_folder`` has room for the weights,
-    in unlinked files that live as long as the Graph. ``state`` says which inputs and outputs are state. ``weights``
-    are the only initializers that may be replaced in a plan (None: any may).
+    ``weights`` are the only initializers that may be replaced in a plan (None: any may). Raises UnsupportedModelError
+    for a model that no plan can hold.
     """
-    _refuse_random(model.graph, ChainMap())
-    optimized = optimizer.optimize(model, folder, scratch_folder)
-    held = unchanged(model, folder, optimized)
+    refuse_random(model.proto.graph)
+    held = unchanged(model.proto, model.folder, optimized)
     kept = held if weights is None else held.intersection(weights)
-    graph = graph_of(optimized, sample_ranges, state, kept, sources_of(model, optimized.proto.graph.node))
+    graph = graph_of(optimized, model.ranges, model.state, kept, sources_of(model.proto, optimized.proto.graph.node))
     replaceable = {name for name, _ in graph.weights}
-    return replace(graph, folded=frozenset(tensor.name for tensor in model.graph.initializer) - replaceable)
+    return replace(graph, folded=frozenset(tensor.name for tensor in model.proto.graph.initializer) - replaceable)
 
 
 def graph_of(
@@ -107,21 +102,22 @@ def graph_of(
     ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
-    _refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
+    refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
     builder = _Builder(optimized, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
     return builder.graph()
 
 
-def _refuse_random(
-    graph: GraphProto, outer: ChainMap[str, np.ndarray | None], *, is_optimized: bool = False
+def refuse_random(
+    graph: GraphProto, outer: ChainMap[str, np.ndarray | None] | None = None, *, is_optimized: bool = False
 ) -> None:
     """Raise UnsupportedModelError for a node that draws random numbers, also in the bodies of nodes.
 
     ``outer`` has the constants around the graph, and None for what varies there. In an optimised model what nodes
     compute varies, and constants of bodies are looked at: ONNX Runtime has read them.
     """
+    outer = ChainMap() if outer is None else outer
     varying = [value.name for value in graph.input]
     constants = {}
     if is_optimized:
@@ -136,7 +132,7 @@ def _refuse_random(
                 f"plan would differ; export the model for inference, or make them an input"
             )
         for body in model_nodes.subgraphs(node):
-            _refuse_random(body, known, is_optimized=is_optimized)
+            refuse_random(body, known, is_optimized=is_optimized)
 
 
 def _is_random(node: NodeProto, known: Mapping[str, np.ndarray | None]) -> bool:

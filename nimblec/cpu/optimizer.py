@@ -1,16 +1,17 @@
 """ONNX Runtime's own optimiser, run ahead of time: fusions, folded constants, blocked convolutions.
 
-The level is that of a plain `InferenceSession(model)`, so that results are equal bit for bit. Its
-last step lays convolutions out in blocks (NCHWc) of this machine's vector width and reorders their
-weights; the runtime refuses them on a machine with other blocks.
+The level is that of a plain `InferenceSession(model)`, less the rewrites that `nimblec.cpu.agreement` leaves out. Its
+last step lays convolutions out in blocks (NCHWc) of this machine's vector width and reorders their weights; the runtime
+refuses them on a machine with other blocks.
 
-ONNX Runtime folds constants before it inlines the functions of operators without a kernel
-(CenterCropPad, GroupNormalization). A second run folds the shape arithmetic that these bring in.
+ONNX Runtime folds constants before it inlines the functions of operators without a kernel (CenterCropPad,
+GroupNormalization). A second run folds the shape arithmetic that these bring in.
 """
 
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,10 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto
 
+from nimblec.cpu import ort_process
 from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
-from nimblec.cpu.optimizer_process import RefusedError
-from nimblec.cpu.optimizing import save_optimized
+from nimblec.cpu.ort_worker import RefusedError
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx.model_nodes import nodes, subgraphs
 from nimblert.cpu.onnx_session import onnxruntime
@@ -29,63 +30,144 @@ from nimblert.cpu.onnx_session import onnxruntime
 SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
 """Operators whose results follow from static shapes."""
 
+_EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
+"""Settings by which products with dequantised weights are computed in float32, not with activations of 8 bits."""
+
+_RULES = {
+    "Level1_RuleBasedTransformer": (
+        *("EliminateIdentity", "EliminateSlice", "UnsqueezeElimination", "EliminateDropout", "ExpandElimination"),
+        *("CastElimination", "CastChainElimination", "PreShapeNodeElimination", "NoopElimination", "DivMulFusion"),
+        *("FuseReluClip", "GemmSumFusion", "GemmTransposeFusion", "NotWhereFusion", "ConvAddFusion", "ConvMulFusion"),
+        *("ConvBNFusion", "Pad_Fusion", "MatMul_BatchNormalization_Fusion", "LabelEncoderFusion"),
+    ),
+    "Level2_RuleBasedTransformer": ("ClipQuantRewrite", "ReluQuantRewrite", "GemmTransposeFusion"),
+}
+"""The rules that ONNX Runtime applies under one name, and leaves out by their own (graph_transformer_utils.cc)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewriting:
+    """How to optimise: the names of rewrites ``without`` which to do it, and whether results may be ``approximate``."""
+
+    without: frozenset[str] = frozenset()
+    approximate: bool = False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizedModel:
-    """A model as ONNX Runtime would run it. ``arrays`` are its constants by name; ``proto`` lacks large data."""
+    """A model as ONNX Runtime would run it.
+
+    ``arrays`` are its constants by name. The large ones are external data of ``proto``, in ``folder``. ``rewrites`` are
+    the names of those that changed the model.
+    """
 
     proto: ModelProto
     arrays: Mapping[str, np.ndarray]
+    folder: Path = Path("/nonexistent")
+    rewrites: tuple[str, ...] = ()
 
 
-def optimize(model: ModelProto, folder: Path, scratch_folder: Path | None = None) -> OptimizedModel:
-    """``model``, with static input shapes, as ONNX Runtime would run it.
+class OptimizerError(UnsupportedModelError):
+    """ONNX Runtime's optimiser refuses a model or crashes on it.
 
-    ``folder`` is where the model's external data are, if it has any. ``scratch_folder`` has room
-    for a copy of the weights, which lives as long as the arrays of the result.
+    ``suspects`` are the rewrites that may be at fault, the likeliest first.
     """
-    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=scratch_folder) as scratch:
-        optimized = _optimize(model, folder, Path(scratch, "once"), "ORT_ENABLE_ALL")
-        if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
-            # The basic level adds no fusions that a plain session would lack, without this one: at the full level
-            # signed pairs become unsigned after it has merged those of one type.
-            optimized = _optimize(
-                optimized, Path(scratch), Path(scratch, "twice"), "ORT_ENABLE_BASIC", without="DoubleQDQPairsRemover"
-            )
-        canonicalize(optimized.graph, model.graph)
-        return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, Path(scratch)))
+
+    def __init__(self, message: str, suspects: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.suspects = suspects
+
+
+def optimize(model: ModelProto, folder: Path, scratch: Path, rewriting: Rewriting = Rewriting()) -> OptimizedModel:
+    """Return ``model``, with static input shapes, as ONNX Runtime would run it.
+
+    ``folder`` is where the model's external data are, if it has any. ``scratch`` is a folder with room for a copy of
+    the weights, which must outlive the result. Raises OptimizerError where ONNX Runtime refuses the model or crashes.
+    """
+    room = Path(tempfile.mkdtemp(dir=scratch))
+    optimized, rewrites = _optimize(model, folder, room / "once", "ORT_ENABLE_ALL", rewriting)
+    if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
+        # The basic level adds no fusions that a plain session would lack, without this one: at the full level signed
+        # pairs become unsigned after it has merged those of one type.
+        again = Rewriting(without=rewriting.without | {"DoubleQDQPairsRemover"}, approximate=rewriting.approximate)
+        optimized, more = _optimize(optimized, room, room / "twice", "ORT_ENABLE_BASIC", again)
+        rewrites = tuple(dict.fromkeys((*rewrites, *more)))
+    canonicalize(optimized.graph, model.graph)
+    return OptimizedModel(proto=optimized, arrays=read_arrays(optimized, room), folder=room, rewrites=rewrites)
 
 
 def folded(model: ModelProto, folder: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Those of the outputs ``names`` of ``model`` that are the same in every run, as the optimiser finds out."""
+    """Return those of the outputs ``names`` of ``model`` that are the same in every run, as the optimiser finds out."""
     with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch:
         path = Path(scratch)
-        made = _optimize(model, folder, path / "folded", "ORT_ENABLE_BASIC")
+        made, _ = _optimize(model, folder, path / "folded", "ORT_ENABLE_BASIC", Rewriting())
         return {name: array for name, array in read_arrays(made, path).items() if name in names}
+
+
+def _optimize(
+    model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting
+) -> tuple[ModelProto, tuple[str, ...]]:
+    """The model that ONNX Runtime's optimiser saves at ``path``, and the names of the rewrites that changed it."""
+    log = path.with_suffix(".log")
+    try:
+        _save(model, folder, path, level, rewriting)
+    except RefusedError as exc:
+        if path.with_name(f"{path.name}.weights").exists():  # it accepted the model and began to save it
+            raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
+        raise OptimizerError(str(refusal(exc, model)), _suspects(log)) from exc
+    except ort_process.EndedError as exc:
+        raise OptimizerError(str(exc), _suspects(log)) from exc
+    optimized = onnx.load(path, load_external_data=False)
+    for graph in (optimized.graph, *(body for node in nodes(optimized.graph) for body in subgraphs(node))):
+        _tidy_constants(graph)
+    return optimized, _rules(name for name, is_changed in _logged(log) if is_changed)
+
+
+def _save(model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting) -> None:
+    """Save the optimised model at ``path``, and ONNX Runtime's log beside it."""
+    ort_process.optimize(
+        model.SerializeToString(),
+        level=level,
+        without=sorted(rewriting.without),
+        settings={} if rewriting.approximate else _EXACT,
+        folder=str(folder.resolve()),
+        path=str(path.absolute()),
+        log=str(path.with_suffix(".log")),
+    )
+
+
+_LOGGED = re.compile(r"GraphTransformer (\S+) modified: ([01])")
+
+
+def _logged(log: Path) -> list[tuple[str, bool]]:
+    """The rewrites that ONNX Runtime tried, in order, and whether each changed the model."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [(name, changed == "1") for name, changed in _LOGGED.findall(text)]
+
+
+def _rules(names: Iterable[str]) -> tuple[str, ...]:
+    """The names with those of rules in the place of groups of rules."""
+    return tuple(dict.fromkeys(rule for name in names for rule in _RULES.get(name, (name,))))
+
+
+def _suspects(log: Path) -> tuple[str, ...]:
+    """All rewrites, beginning with the one that comes after those in the log, and those that changed the model.
+
+    Their order is the same for each model; that of a small one shows it.
+    """
+    logged, order = _logged(log), list[str]()
+    small = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[1] x) => (float[1] y) {y = Neg(x)}'
+    )
+    with tempfile.TemporaryDirectory(prefix="nimblec-") as scratch, suppress(ort_process.EndedError):
+        _save(small, Path(scratch), Path(scratch, "order"), "ORT_ENABLE_ALL", Rewriting())
+        order = [name for name, _ in _logged(Path(scratch, "order.log"))]
+    changed = (name for name, is_changed in logged if is_changed)
+    return _rules((*order[len(logged) : len(logged) + 1], *changed, *order))
 
 
 _NEWEST_OPSET = re.compile(r"official support for domain (\S+) is till opset (\d+)")
 """Part of ONNX Runtime's message about a newer opset."""
-
-
-def _optimize(model: ModelProto, folder: Path, path: Path, level: str, without: str = "") -> ModelProto:
-    """The optimised model that a session of ``model`` saves at ``path``, its large data in a file beside it.
-
-    ``without`` names an optimiser to leave out.
-    """
-    ort = onnxruntime()
-    weights = path.with_suffix(".weights")
-    places = {"folder": str(folder.resolve()), "path": str(path.absolute()), "weights": weights.name}
-    try:
-        save_optimized(model.SerializeToString(), level=level, without=without, **places)
-    except RefusedError as exc:
-        if weights.exists():  # it accepted the model and began to save it
-            raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
-        raise UnsupportedModelError(f"ONNX Runtime {ort.__version__} {_refusal(str(exc), model)}") from exc
-    optimized = onnx.load(path, load_external_data=False)
-    for graph in (optimized.graph, *(body for node in nodes(optimized.graph) for body in subgraphs(node))):
-        _tidy_constants(graph)
-    return optimized
 
 
 def _tidy_constants(graph: GraphProto) -> None:
@@ -110,8 +192,12 @@ _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: cons
 """The place in ONNX Runtime's source where an error was raised: a file and a function's signature."""
 
 
-def _refusal(words: str, model: ModelProto) -> str:
-    """The part of an ONNX Runtime error that concerns the model."""
+def refusal(error: RefusedError, model: ModelProto) -> UnsupportedModelError:
+    """The error for a model that ONNX Runtime refuses to open, with the part of its words that concerns the model."""
+    return UnsupportedModelError(f"ONNX Runtime {onnxruntime().__version__} {_said(str(error), model)}")
+
+
+def _said(words: str, model: ModelProto) -> str:
     said = _PLACE.sub("", _CODE.sub("", words))
     if newest := _NEWEST_OPSET.search(said):
         return f"refuses the model: it supports opsets of {newest[1]} up to {newest[2]}: export it for one of these"

@@ -1,53 +1,163 @@
-"""Run a model in a plain ONNX Runtime session: the reference for every plan made from ONNX."""
+"""Run a model in ONNX Runtime without its optimiser: the reference for every plan made from ONNX."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto
 
-from nimblec.cpu.kernels import symbol
-from nimblec.cpu.optimizer_process import EXTERNAL_DATA_FOLDER
+from nimblec.cpu import ort_process
+from nimblec.cpu.constants import TensorType
+from nimblec.cpu.optimizer import refusal
+from nimblec.cpu.ort_worker import RefusedError
+from nimblec.cpu.values import check_sizes, static_shape, with_outputs
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_file, model_nodes
-from nimblert.cpu.onnx_session import onnxruntime, runtime_errors
-from nimblert.cpu.onnx_threads import STEPPED
+from nimblec.frontend.onnx.model_file import ModelTensor
+from nimblert import golden
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.plan import Profile
 
-State: TypeAlias = dict[int, np.ndarray]
-"""The tensors of a state by their storage, which all entries share."""
+Arrays = Mapping[str, np.ndarray]
+Ranges = Mapping[str, tuple[int, int]]
+
+SEED = 0
+"""Of the inputs of golden records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
-    """The model of a program, which a plain ONNX Runtime session runs.
+    """The model of a program; it has static shapes. ``folder`` has its external data.
 
-    ``folder`` has its external data; the session has ``threads``, or as many as it likes (None). ``ranges`` bound the
-    random integers drawn for inputs, by name.
+    ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them.
     """
 
     entry: str
     profile: Profile
     folder: Path
     proto: ModelProto
-    state: tuple[ModelState, ...]
-    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    threads: int | None = None
+    state: tuple[ModelState, ...] = ()
+    ranges: Ranges = field(default_factory=dict)
+    examples: Arrays = field(default_factory=dict)
 
-    def first_state(self) -> State:
-        """The state before the first call."""
-        return {tensor.storage: tensor.data for tensor in self.state}
+    @property
+    def inputs(self) -> list[ModelTensor]:
+        """The inputs that a caller gives, without the state."""
+        state = {tensor.input for tensor in self.state}
+        return [tensor for tensor in model_file.inputs(self.proto) if tensor.name not in state]
 
-    def step(self, inputs: Mapping[str, np.ndarray], state: State) -> tuple[list[np.ndarray], State]:
-        """One call: the outputs that a caller gets, and the state that it leaves."""
-        given = {tensor.input: state[tensor.storage] for tensor in self.state}
-        results = run_reference(self.proto, self.folder, {**inputs, **given}, threads=self.threads)
-        values = dict(zip((value.name for value in self.proto.graph.output), results, strict=True))
-        left = {tensor.storage: values.pop(tensor.output) for tensor in self.state if tensor.output}
-        return list(values.values()), {**state, **left}
+    @property
+    def state_inputs(self) -> dict[str, np.ndarray]:
+        """The state before the first call, by the names of the model's inputs."""
+        return {tensor.input: tensor.data for tensor in self.state}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRun:
+    """A run without ONNX Runtime's optimiser: all inputs by name, and all outputs in order."""
+
+    feed: Arrays
+    outputs: list[np.ndarray]
+
+
+def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[ReferenceRun]]:
+    """Run a model on several sets of inputs; returns it, and the runs.
+
+    Where it does not run on the inputs of the golden record, because integers are drawn from a range on both sides of
+    0, the model that is returned has a range above 0. Other sets on which it does not run are left out. Raises
+    CompileError where it runs on neither, UnsupportedModelError for inputs and outputs of bfloat16.
+    """
+    for role, tensors in (("input", model_file.inputs(model.proto)), ("output", model_file.outputs(model.proto))):
+        for tensor in tensors:
+            if tensor.dtype == "bfloat16":
+                raise UnsupportedModelError(
+                    f"{role} {tensor.name!r} is bfloat16, which ONNX Runtime exchanges with no caller from Python: "
+                    "convert it to float32 in the model, or compile for --target cuda"
+                )
+    check_sizes({t.name: TensorType(dtype=t.dtype, shape=static_shape(t)) for t in model.inputs})
+    names = [value.name for value in model.proto.graph.output]
+    said: list[str] = []
+    for ranges in (model.ranges, _positive(model)):
+        given = replace(model, ranges=ranges)
+        feeds = [{**feed, **model.state_inputs} for feed in draw_feeds(given)]
+        results = run_feeds(model.proto, model.folder, names, feeds)
+        pairs = zip(feeds, results, strict=True)
+        runs = [ReferenceRun(feed=feed, outputs=found) for feed, found in pairs if not isinstance(found, str)]
+        if not isinstance(results[0], str):
+            return given, runs
+        said.append(results[0])
+    bounded = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
+    advice = bounded if any(numpy_dtype(tensor.dtype).kind in "iu" for tensor in model.inputs) else ""
+    raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {said[0]}{advice}")
+
+
+def _positive(model: ReferenceModel) -> Ranges:
+    """The ranges of integer inputs, without 0 and less where they hold more."""
+    found = dict(model.ranges)
+    for tensor in model.inputs:
+        if numpy_dtype(tensor.dtype).kind in "iu":
+            low, high = found.get(tensor.name, (0, 1))
+            found[tensor.name] = (max(low, min(high, 1)), high)
+    return found
+
+
+def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
+    """Yield inputs that tell models apart, those of the golden record first.
+
+    The others are examples, integers and floats of both signs that are small, large and whole, zeros, and numbers next
+    to zero. Integers stay within their range.
+    """
+    inputs = [(t, numpy_dtype(t.dtype), static_shape(t)) for t in model.inputs]
+    first = {
+        t.name: golden.draw_array(dtype, shape, model.ranges.get(t.name), SEED, position)
+        for position, (t, dtype, shape) in enumerate(inputs)
+    }
+    yield first
+    arrays = model.examples
+    given = {t.name: arrays[t.name] for t, _, shape in inputs if t.name in arrays and arrays[t.name].shape == shape}
+    if given:
+        yield {**first, **given}
+    random = np.random.default_rng(SEED)
+    normal = {t.name: random.standard_normal(shape) for t, _, shape in inputs}
+    for integers, floats in (
+        (lambda x: 1000 * x, lambda x: 30 * x),
+        (lambda x: np.rint(2 * x), lambda x: np.rint(4 * x) / 2),
+        (lambda x: 1e18 * x, lambda x: 1e-3 * x),
+        (lambda x: 0 * x, lambda x: 0 * x),
+        (lambda x: 0 * x + 1, lambda x: np.where(x > 0, x, 1e-40)),
+    ):
+        feed = {}
+        for t, dtype, _ in inputs:
+            drawn: np.ndarray = (integers if dtype.kind in "iu" else floats)(normal[t.name])
+            if dtype.kind in "iu":
+                low, high = model.ranges.get(t.name, (np.iinfo(dtype).min, np.iinfo(dtype).max))
+                drawn = np.clip(drawn, float(low), float(min(high, 2**62)))
+            feed[t.name] = np.asarray(drawn > 0 if dtype.kind == "b" else drawn).astype(dtype)
+        yield feed
+
+
+def run_feeds(
+    model: ModelProto, folder: Path, names: Sequence[str], feeds: Sequence[Arrays], threads: int = 0
+) -> list[list[np.ndarray] | str]:
+    """The outputs ``names`` of a model for each of ``feeds``, or why it does not run, without ONNX Runtime's optimiser.
+
+    ``folder`` has the model's external data. Raises UnsupportedModelError where the model cannot be opened.
+    """
+    code = model.SerializeToString()
+    try:
+        _, results = ort_process.run(code, folder=str(folder.resolve()), names=names, feeds=feeds, threads=threads)
+    except RefusedError as exc:
+        raise refusal(exc, model) from exc
+    except ort_process.EndedError as exc:
+        if len(feeds) == 1:
+            return [str(exc)]
+        return [found for feed in feeds for found in run_feeds(model, folder, names, [feed], threads)]
+    return [
+        found if isinstance(found, str) else [np.asarray(array) for _, array in found]  # None where numpy has no dtype
+        for found in results
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,72 +189,10 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
     )
 
 
-def run_reference(
-    model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray], *, threads: int | None = None
-) -> list[np.ndarray]:
-    """The outputs of `InferenceSession(model)` with default options.
-
-    ``folder`` has the model's external data. The session has ``threads``; None is as many as it likes, but one where
-    several would sum in another order than a plan. Raises CompileError where the run fails, UnsupportedModelError for
-    inputs and outputs of bfloat16.
-    """
-    for role, tensors in (("input", model_file.inputs(model)), ("output", model_file.outputs(model))):
-        for tensor in tensors:
-            if tensor.dtype == "bfloat16":
-                raise UnsupportedModelError(
-                    f"{role} {tensor.name!r} is bfloat16, which ONNX Runtime exchanges with no caller from Python: "
-                    "convert it to float32 in the model, or compile for --target cuda"
-                )
-    return [np.asarray(output) for output in _run(model, folder, inputs, threads)]
-
-
-def run_values(model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor that a node of the main graph computes, by name.
-
-    Each is an output of the session, so that no fusion or layout removes it.
-    """
+def run_values(model: ModelProto, folder: Path, inputs: Arrays) -> dict[str, np.ndarray]:
+    """Every tensor of numbers that a node of the main graph computes, by name."""
     names = tuple(dict.fromkeys(name for node in model.graph.node for name in node.output if name))
-    exposed = ModelProto()
-    exposed.CopyFrom(model)
-    del exposed.graph.output[:]
-    exposed.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    made = zip(names, _run(exposed, folder, inputs), strict=True)
-    return {name: np.asarray(value) for name, value in made if isinstance(value, np.ndarray | np.generic)}
-
-
-def _run(
-    model: ModelProto, folder: Path, inputs: Mapping[str, np.ndarray], threads: int | None = None
-) -> list[Any]:
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # failures come as exceptions
-    if threads is not None or _steps_by_computed_weights(model):
-        options.intra_op_num_threads = threads or 1
-    options.add_session_config_entry(EXTERNAL_DATA_FOLDER, str(folder.resolve()))
-    try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        results: list[Any] = session.run(None, dict(inputs))
-    except runtime_errors() as exc:
-        raise refused_inputs(exc, (array.dtype for array in inputs.values())) from exc
-    return results
-
-
-def _steps_by_computed_weights(model: ModelProto) -> bool:
-    """Whether a recurrent layer has computed weights, as in a training step.
-
-    Several threads then split its products, and sum in another order than the one thread that runs it in a plan.
-    """
-    computed = {value.name for value in model.graph.input} - {tensor.name for tensor in model.graph.initializer}
-    for node in model.graph.node:
-        if symbol(node) in STEPPED and not computed.isdisjoint(node.input[1:3]):
-            return True
-        if not computed.isdisjoint(model_nodes.read_names(node)):
-            computed.update(node.output)
-    return False
-
-
-def refused_inputs(reason: Exception, dtypes: Iterable[np.dtype[Any]]) -> CompileError:
-    """The error for a failed run on random inputs of these dtypes."""
-    bounded = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
-    advice = bounded if any(dtype.kind in "iu" for dtype in dtypes) else ""
-    return CompileError(f"ONNX Runtime cannot run the model on random inputs: {reason}{advice}")
+    (found,) = run_feeds(with_outputs(model, names), folder, names, [inputs])
+    if isinstance(found, str):
+        raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {found}")
+    return {name: array for name, array in zip(names, found, strict=True) if array.dtype.kind in "biufc"}

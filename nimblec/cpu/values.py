@@ -7,20 +7,20 @@ that depend on values are refused, since a plan's memory is laid out before it r
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
-from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
-from nimblec.cpu.observation import open_exposed
+from nimblec.cpu import ort_process
+from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import OptimizedModel
-from nimblec.cpu.optimizer_process import RefusedError
-from nimblec.cpu.optimizing import observe_shapes
+from nimblec.cpu.ort_worker import Feed, RefusedError
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes
 from nimblec.frontend.onnx.model_file import ModelTensor
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
 
@@ -38,32 +38,35 @@ _TYPE_NAMES = {"float": "float32", "double": "float64"}
 def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
     """The type of every node output of the main graph, and of its inputs, by name."""
     model = optimized.proto
-    types = {tensor.name: TensorType(dtype=tensor.dtype, shape=_static(tensor)) for tensor in inputs}
-    _check_sizes(types)
+    types = {tensor.name: TensorType(dtype=tensor.dtype, shape=static_shape(tensor)) for tensor in inputs}
+    check_sizes(types)
     makers = {name: node for node in model.graph.node for name in node.output if name}
     if not makers:
         return types
-    arrays = _large_constants(optimized)  # lives as long as the session, which does not copy them
-    exposed = _with_all_outputs(model, makers).SerializeToString()
-    session = _open(exposed, arrays)
-    found = {value.name: value for value in session.get_outputs()}
-    dtypes = {name: _dtype(found[name], node) for name, node in makers.items()}
-    shapes = {name: tuple(value.shape) for name, value in found.items() if _is_known(value)}
+    exposed = with_outputs(model, makers).SerializeToString()
+    try:
+        described, _ = ort_process.run(exposed, folder=str(optimized.folder))
+    except RefusedError as exc:
+        raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
+    dtypes = {name: _dtype(name, kind, makers[name]) for name, kind, _ in described}
+    shapes = {name: tuple(shape) for name, _, shape in described if _is_known(shape)}
     if len(shapes) < len(makers):
         shapes |= {name: () for name in _scalars(model) if name in makers}
     unknown = [name for name in makers if name not in shapes]
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for name in unknown:
-        if _is_sized_by_value(makers[name], opset, shapes, makers):
+        if _is_sized_by_value(makers[name], opset, shapes, makers) or _counts_steps(makers[name], name, constants):
             raise _sized_by_value(makers[name], name)
     if unknown:
-        shapes |= _observe(exposed, arrays, inputs, unknown, makers)
+        shapes |= _observe(exposed, optimized.folder, inputs, unknown, makers)
     types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
-    _check_sizes(types)
+    check_sizes(types)
     return types
 
 
-def _check_sizes(types: Mapping[str, TensorType]) -> None:
+def check_sizes(types: Mapping[str, TensorType]) -> None:
+    """Raise UnsupportedModelError for a value of too many dimensions or bytes."""
     for name, tensor_type in types.items():
         if len(tensor_type.shape) > MAX_RANK:
             raise UnsupportedModelError(
@@ -77,17 +80,9 @@ def _check_sizes(types: Mapping[str, TensorType]) -> None:
             )
 
 
-def _open(model: bytes, arrays: Mapping[str, np.ndarray]) -> Any:
-    """A session of a model, with the data of its large constants."""
-    try:
-        return open_exposed(model, arrays)
-    except RefusedError as exc:
-        raise UnsupportedModelError(f"ONNX Runtime does not run the nodes of the model one by one: {exc}") from exc
-
-
-def _is_known(value: Any) -> bool:
-    """Whether ONNX Runtime knows the shape; it reports [] for a scalar and for a value of unknown rank alike."""
-    return bool(value.shape) and all(isinstance(n, int) and n >= 0 for n in value.shape)
+def _is_known(shape: Sequence[object]) -> bool:
+    """Whether ONNX Runtime knows a shape; it reports [] for a scalar and for a value of unknown rank alike."""
+    return bool(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
 
 
 def _scalars(model: ModelProto) -> set[str]:
@@ -113,7 +108,26 @@ def _is_sized_by_value(
     """
     if node.op_type in SIZED_BY_VALUE:
         return True
+    if node.op_type == "MaxUnpool":  # whose rule knows no size where output_shape is a constant
+        return any(name in makers for name in node.input[2:])
     return _has_rule(node, opset) and all(name in shapes or name not in makers for name in node.input)
+
+
+def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProto]) -> bool:
+    """Whether a value is a scan output of a Loop whose number of steps is not known before a run."""
+    if node.op_type != "Loop" or node.domain:
+        return False
+    body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
+    carried = len(body.input) - 2
+    count, condition = node.input[0], node.input[1]
+    makers = {made: inner for inner in body.node for made in inner.output}
+    kept = {tensor.name for tensor in body.initializer if numpy_helper.to_array(tensor).all()}
+    going = body.output[0].name
+    while going in makers and makers[going].op_type == "Identity":
+        going = makers[going].input[0]
+    goes_on = going in kept or going == body.input[1].name
+    starts = not condition or (condition in constants and bool(numpy_helper.to_array(constants[condition]).all()))
+    return name in node.output[carried:] and not (count in constants and starts and goes_on)
 
 
 def _has_rule(node: NodeProto, opset: int) -> bool:
@@ -124,8 +138,8 @@ def _has_rule(node: NodeProto, opset: int) -> bool:
     return bool(schema.has_type_and_shape_inference_function)
 
 
-def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
-    """The model with every value of the main graph as an output, and large constants without data.
+def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
+    """Return a copy of ``model`` whose outputs are the values ``names`` of its main graph.
 
     Constants that no node reads are left out: below IR version 4 ONNX Runtime refuses them.
     """
@@ -136,9 +150,6 @@ def _with_all_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     used = _read_names(model.graph)
     del exposed.graph.initializer[:]
     exposed.graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in used)
-    for tensor in exposed.graph.initializer:
-        if not is_embedded(tensor):
-            tensor.CopyFrom(external(tensor.name, type_of(tensor)))
     return exposed
 
 
@@ -149,52 +160,54 @@ def _read_names(graph: GraphProto) -> set[str]:
     return returned.union(*(node.input for node in nodes))
 
 
-def _large_constants(optimized: OptimizedModel) -> dict[str, np.ndarray]:
-    """The constants that nodes read and that `_with_all_outputs` leaves without data."""
-    graph = optimized.proto.graph
-    used = _read_names(graph)
-    large = [tensor.name for tensor in graph.initializer if tensor.name in used and not is_embedded(tensor)]
-    return {name: np.require(optimized.arrays[name], requirements="A") for name in large}
-
-
-def _dtype(value: Any, node: NodeProto) -> str:
+def _dtype(value: str, kind: str, node: NodeProto) -> str:
     """The plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
-    inner: str = value.type.removeprefix("tensor(").removesuffix(")")
+    inner = kind.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
-    if not value.type.startswith("tensor(") or name not in ITEM_NBYTES:
+    if not kind.startswith("tensor(") or name not in ITEM_NBYTES:
         raise UnsupportedModelError(
-            f"node {model_nodes.node_name(node)!r} ({node.op_type}): output {value.name!r} is a {value.type}, "
+            f"node {model_nodes.node_name(node)!r} ({node.op_type}): output {value!r} is a {kind}, "
             f"which a plan cannot hold; only tensors of numbers and bools"
         )
     return name
 
 
-def _static(tensor: ModelTensor) -> tuple[int, ...]:
+def static_shape(tensor: ModelTensor) -> tuple[int, ...]:
+    """Return the shape of an input of a model with static shapes."""
     assert tensor.shape is not None
     return tuple(n for n in tensor.shape if n is not None)
 
 
 def _observe(
-    model: bytes,
-    arrays: Mapping[str, np.ndarray],
-    inputs: Sequence[ModelTensor],
-    names: Sequence[str],
-    makers: Mapping[str, NodeProto],
+    model: bytes, folder: Path, inputs: Sequence[ModelTensor], names: Sequence[str], makers: Mapping[str, NodeProto]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes that two runs on different inputs agree on."""
-    described = {tensor.name: (tensor.dtype, _static(tensor)) for tensor in inputs}
-    try:
-        seen = observe_shapes(model, arrays, described, names)
-    except RefusedError as exc:
-        node = makers[names[0]]
-        raise UnsupportedModelError(
-            f"node {model_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
-            f"before a run, and a run on random inputs failed: {exc}"
-        ) from exc
+    feeds = [_draw(inputs, seed) for seed in range(2)]
+    _, results = ort_process.run(model, folder=str(folder), names=names, feeds=feeds)
+    seen: list[list[list[int]]] = []
+    for result in results:
+        if isinstance(result, str):
+            node = makers[names[0]]
+            raise UnsupportedModelError(
+                f"node {model_nodes.node_name(node)!r} ({node.op_type}): the shape of output {names[0]!r} is not known "
+                f"before a run, and a run on random inputs failed: {result}"
+            )
+        seen.append([shape or [] for shape, _ in result])
     for name, first, second in zip(names, *seen, strict=True):
         if first != second:
             raise _sized_by_value(makers[name], name)
     return {name: tuple(shape) for name, shape in zip(names, seen[0], strict=True)}
+
+
+def _draw(inputs: Sequence[ModelTensor], seed: int) -> Feed:
+    """Inputs to observe with: normal floats, integers that are all 0 in one run and 1 in the other."""
+    random = np.random.default_rng(seed)
+    drawn = {}
+    for tensor in inputs:
+        dtype, shape = numpy_dtype(tensor.dtype), static_shape(tensor)
+        values = np.full(shape, seed) if dtype.kind in "biu" else random.standard_normal(shape)
+        drawn[tensor.name] = np.asarray(values).astype(dtype)
+    return drawn
 
 
 def _sized_by_value(node: NodeProto, value: str) -> UnsupportedModelError:

@@ -31,6 +31,11 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     Raises the error of the capture process, or CompileError if that process died or if the lean replay
     differs from what the framework computed.
     """
+    if options.approximate:
+        raise CompileError(
+            "--approximate: only CPU plans have it: leave it out, or compile for --target cpu; --precision fp16 and "
+            "bf16 trade accuracy for speed on a GPU"
+        )
     with scratch_folder() as folder:
         path = folder / "request.json"
         path.write_text(_request(folder, source, options, output).to_json())

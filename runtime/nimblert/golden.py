@@ -8,11 +8,12 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.plan import Golden, GoldenOutput, Program, Tensor
+from nimblert.plan import Golden, GoldenOutput, Program
 
 SAMPLE_COUNT = 64
 """The most values of an output that are kept."""
@@ -55,20 +56,25 @@ def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:
     complex numbers are standard normal values rounded to the dtype; integers and bools are uniform in the tensor's
     ``sample_range``, by default {0, 1}.
     """
-    return {tensor.name: _draw(tensor, seed, position) for position, tensor in enumerate(program.inputs)}
+    return {
+        tensor.name: draw_array(numpy_dtype(tensor.dtype), tensor.shape, tensor.sample_range, seed, position)
+        for position, tensor in enumerate(program.inputs)
+    }
 
 
-def _draw(tensor: Tensor, seed: int, position: int) -> np.ndarray:
+def draw_array(
+    dtype: np.dtype[Any], shape: Sequence[int], sample_range: tuple[int, int] | None, seed: int, position: int
+) -> np.ndarray:
+    """Return the array that `draw_inputs` draws for the input at ``position``."""
     stream = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, position])
-    dtype = numpy_dtype(tensor.dtype)
     if dtype.kind in "biu":
-        low, high = tensor.sample_range or (0, 1)
+        low, high = sample_range or (0, 1)
         wide = np.uint64 if low >= 0 else np.int64
-        return np.asarray(stream.randint(low, high + 1, tensor.shape, dtype=wide)).astype(dtype)
+        return np.asarray(stream.randint(low, high + 1, shape, dtype=wide)).astype(dtype)
     if dtype.kind == "c":
-        real, imaginary = (stream.standard_normal(tensor.shape) for _ in range(2))
+        real, imaginary = (stream.standard_normal(shape) for _ in range(2))
         return np.asarray(real + 1j * imaginary).astype(dtype)
-    return np.asarray(stream.standard_normal(tensor.shape)).astype(dtype)
+    return np.asarray(stream.standard_normal(shape)).astype(dtype)
 
 
 def digest(array: np.ndarray) -> bytes:

@@ -1,6 +1,7 @@
 """Nodes that ONNX Runtime's optimiser leaves come from where those did that they do the work of."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def sources(
         opset_imports=[helper.make_opsetid("", 20)],
         ir_version=9,
     )
-    left = optimize(model, Path()).proto.graph.node
+    with TemporaryDirectory() as scratch:
+        left = optimize(model, Path(), Path(scratch)).proto.graph.node
     found = sources_of(model, left)
     return {node.op_type: found[node.output[0]] for node in left} if found else {}
 

@@ -1,6 +1,7 @@
 """verify --against: plans beside ONNX Runtime, value by value."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,10 +95,9 @@ def changed_weight(plan: Path, path: Path, name: str, change: Callable[[np.ndarr
 def test_outputs_are_compared_one_by_one(nimblec: CommandLine, plan: Path, model: Path) -> None:
     done = nimblec("verify", plan, "--against", model, "--seed", 7)
     assert (done.status, done.err) == (0, "")
-    assert lines(done.out, "against") == [
-        "ok       against: output 'y': equal",
-        "ok       against: output 'digit': equal",
-    ]
+    floats, integers = lines(done.out, "against")
+    assert re.fullmatch(r"ok       against: output 'y': (equal|largest difference .*, 0\.0001 allowed)", floats)
+    assert integers == "ok       against: output 'digit': equal"
     assert lines(done.out, "nodes") == []
 
 
@@ -172,7 +172,7 @@ def test_a_node_that_differs_is_no_failure_where_the_outputs_agree(nimblec: Comm
     other = changed_weight(tmp_path / "m.plan", tmp_path / "other.plan", "w", lambda w: w + np.float32(0.1))
     done = nimblec("verify", other, "--against", path, "--per-node")
     (line,) = lines(done.out, "nodes")
-    assert line.startswith("ok       nodes: the first node that differs is MatMul 'matmul': value 'm'")
+    assert line.startswith("ok       nodes: the outputs agree, though the plan holds another value 'm' of MatMul")
     assert done.status == 0
 
 

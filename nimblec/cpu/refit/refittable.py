@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from onnx import ModelProto
 
 from nimblec.cpu import kernels
 from nimblec.cpu.constants import keep_apart
-from nimblec.cpu.optimizer import OptimizedModel, optimize
+from nimblec.cpu.optimizer import OptimizedModel, Rewriting, optimize
 from nimblec.cpu.refit.batch_norm import fold_batch_norms
 from nimblec.cpu.refit.deciding import deciding_weights
 from nimblec.cpu.refit.explain import explain
@@ -62,10 +61,15 @@ def digest(content: np.ndarray | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model to be made refittable. ``folder`` has its external data; ``names`` are its weights (None: any may be)."""
+    """A model to be made refittable. ``folder`` has its external data; ``names`` are its weights (None: any may be).
+
+    ``plain`` is its optimised form, made by ``rewriting``.
+    """
 
     proto: ModelProto
     folder: Path
+    plain: OptimizedModel
+    rewriting: Rewriting
     names: frozenset[str] | None = None
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -82,8 +86,7 @@ def make_refittable(models: Sequence[Model], scratch: Path) -> list[Refittable]:
     """
     kept = _ambiguous(models)
     while True:
-        with TemporaryDirectory(dir=scratch) as room:
-            made = [_made(model, Path(room), kept) for model in models]
+        made = [_made(model, scratch, kept) for model in models]
         more = kept.union(*(one.kept for one in made))
         if more == kept or len(models) == 1:
             return made
@@ -103,7 +106,6 @@ def _ambiguous(models: Sequence[Model]) -> frozenset[str]:
 
 def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
     folder = model.folder
-    plain = optimize(model.proto, folder, scratch)
     folded = ModelProto()
     folded.CopyFrom(model.proto)
     fold_batch_norms(folded)
@@ -112,7 +114,9 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
     kept |= deciding_weights(folded.graph, every)
     weights = {name: array for name, array in every.items() if name not in kept}
     while True:
-        first, second = (_optimized(folded, folder, perturbed(weights, seed), scratch) for seed in (0, 1))
+        first, second = (
+            _optimized(folded, folder, perturbed(weights, seed), scratch, model.rewriting) for seed in (0, 1)
+        )
         known = explain(first.model, first.weights, first.optimized.arrays, second.optimized.arrays)
         used = {source.name for recipe in known.recipes.values() for source in sources(recipe)}
         understood = {name: array for name, array in weights.items() if name in used}
@@ -123,7 +127,7 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
         weights = understood  # a weight that no recipe uses became part of something else, such as an attribute
     optimized = first.optimized
     keep_apart(optimized.proto, known.recipes)
-    before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (plain, optimized))
+    before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (model.plain, optimized))
     return Refittable(
         optimized=optimized,
         weights={name: array for name, array in weights.items() if name in used},
@@ -148,6 +152,8 @@ def _nodes(made: _Optimized) -> list[bytes]:
     return [kernels.canonical(n).SerializeToString(deterministic=True) for n in made.optimized.proto.graph.node]
 
 
-def _optimized(model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> _Optimized:
+def _optimized(
+    model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path, rewriting: Rewriting
+) -> _Optimized:
     made = with_weights(model, folder, weights, scratch)
-    return _Optimized(model=made, weights=weights, optimized=optimize(made, scratch, scratch))
+    return _Optimized(model=made, weights=weights, optimized=optimize(made, scratch, scratch, rewriting))

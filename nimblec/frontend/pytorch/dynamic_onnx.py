@@ -6,7 +6,7 @@ import onnx
 import torch
 
 from nimblec.frontend.pytorch.model import place_call
-from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy, ranges_of
+from nimblec.frontend.pytorch.onnx_export import ExportedModel, accuracy, examples_of
 from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
 from nimblec.frontend.pytorch.onnx_translations import COMMON
 from nimblec.frontend.pytorch.onnx_weights import kept_weights, name_ends, optimize_around_weights
@@ -39,15 +39,15 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
         name_ends(program, [name for name, _ in model.inputs], [name for name, _ in outputs])
         program.save(path, external_data=True)
     _name_dimensions(path, dynamic)
-    notes = accuracy(dynamic.name, program, model.args, model.kwargs, outputs)
+    notes = accuracy(dynamic.name, program, model, outputs, max_error=options.max_error)
     weights = frozenset(kept_weights(program))
     return ExportedModel(
         path=path,
         state=(),
         weights=weights,
-        ranges=ranges_of(model.inputs),
         notes=(*call.notes, *notes),
         is_dynamic=True,
+        **examples_of(model.inputs),
     )
 
 

@@ -1,12 +1,13 @@
 """A PyTorch model as an ONNX file, through torch.onnx.export, for the CPU target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,10 +40,12 @@ from nimblec.frontend.pytorch.state import (
 from nimblec.frontend.pytorch.tensors import as_array, range_of
 from nimblert.cpu.onnx_session import onnxruntime, runtime_errors, session_options
 
-_ANOTHER_MODEL, _ANOTHER_HALF_MODEL = 0.01, 0.1
-"""Relative to the largest magnitude: more than rounding explains, in a model without half precision and in one with."""
+_ROUNDING = 1e-4
+"""Relative to the largest magnitude of an output: what kernels of two libraries round differently in a network."""
+_HALF_ULPS = 8
+"""The same of a model with half precision, in units of its last place."""
 _MAGNIFIED = 0.01
-"""The same, of what rounding of the inputs changes: an output that magnifies rounding so much is not compared."""
+"""An output of which rounding of the inputs changes so much is not compared."""
 _NUDGES = (4, -4)
 """Changes of the inputs, in units of rounding: a number at the bend of a ReLU crosses it by one or the other."""
 _OF_ROUNDING = 16
@@ -59,20 +62,25 @@ _BEFORE, _AFTER = "state before: ", "state after: "
 class ExportedModel:
     """An ONNX file, those of its inputs and outputs that are state, and notes for the user.
 
-    ``weights`` are the names of parameters and buffers that it holds and reads as the module does. ``ranges`` are
-    those of the examples of its integer inputs, by name. A file that ``is_dynamic`` leaves sizes open.
+    ``weights`` are the names of parameters and buffers that it holds and reads as the module does. ``examples`` are
+    arrays for its inputs, by name, and ``ranges`` those of integers. A file that ``is_dynamic`` leaves sizes open.
     """
 
     path: Path
     state: tuple[ModelState, ...]
     weights: frozenset[str]
+    examples: Mapping[str, np.ndarray]
     ranges: Mapping[str, tuple[int, int]]
     notes: tuple[str, ...]
     is_dynamic: bool = False
 
 
-def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = False) -> dict[str, ExportedModel]:
+def export(
+    calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = False, max_error: float | None = None
+) -> dict[str, ExportedModel]:
     """Export each entry of a model to an ONNX file in ``folder``; ``refittable`` leaves all parameters as they are.
+
+    ``max_error`` is the largest difference of the file's outputs from PyTorch's, as `nimblec.compile` takes it.
 
     The parameters and buffers that runs of any entry write are state of all that have them. The modules are
     not modified. Raises ArgumentError for TorchScript, TraceError if a model cannot be run or torch.onnx.export refuses
@@ -95,7 +103,8 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
         known = {held[other][name] for other, names in written.items() for name in names}
         try:
             if known.isdisjoint(held[entry].values()):
-                exported[entry], written[entry] = _export(call, paths[entry], refittable=refittable), ()
+                exported[entry] = _export(call, paths[entry], refittable=refittable, max_error=max_error)
+                written[entry] = ()
             else:  # a file without the state would be useless
                 written[entry] = _written(call)
         except StateFoundError as exc:
@@ -106,7 +115,9 @@ def export(calls: Mapping[str, ModelCall], folder: Path, *, refittable: bool = F
             raise
     for entry, state in find_state(calls, written).items():
         if state:
-            exported[entry] = _export_with_state(calls[entry], state, paths[entry], refittable=refittable)
+            exported[entry] = _export_with_state(
+                calls[entry], state, paths[entry], refittable=refittable, max_error=max_error
+            )
     return {entry: exported[entry] for entry in calls}
 
 
@@ -122,7 +133,7 @@ def _written(call: ModelCall) -> Sequence[str]:
         return written_by(call.name, program)
 
 
-def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
+def _export(call: ModelCall, path: Path, *, refittable: bool, max_error: float | None) -> ExportedModel:
     """A model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
@@ -135,9 +146,9 @@ def _export(call: ModelCall, path: Path, *, refittable: bool) -> ExportedModel:
             program = _onnx_program(call.name, as_module(model.module), args, model.kwargs, refittable=refittable)
         name_ends(program, _names(model), [name for name, _ in outputs])
         program.save(path, external_data=True)
-        notes += accuracy(call.name, program, model.args, model.kwargs, outputs)
+        notes += accuracy(call.name, program, model, outputs, max_error=max_error)
     weights = frozenset(kept_weights(program))
-    return ExportedModel(path=path, state=(), weights=weights, ranges=ranges_of(model.inputs), notes=notes)
+    return ExportedModel(path=path, state=(), weights=weights, notes=notes, **examples_of(model.inputs))
 
 
 def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -151,7 +162,7 @@ def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Ten
 
 
 def _export_with_state(
-    call: ModelCall, state: Sequence[StateTensor], path: Path, *, refittable: bool
+    call: ModelCall, state: Sequence[StateTensor], path: Path, *, refittable: bool, max_error: float | None
 ) -> ExportedModel:
     """A model exported as a function of its state as well."""
     with borrowed(call.module):
@@ -161,8 +172,6 @@ def _export_with_state(
         args = ((model.args, model.kwargs), held)
         with torch.no_grad():
             result, after = module(*args)
-            close = [module(*pytree.tree_map_only(torch.Tensor, partial(_nudged, by=by), args)) for by in _NUDGES]
-        nudged = [[*(tensor for _, tensor in name_outputs(found)), *left] for found, left in close]
         written = [tensor.name for tensor in state if tensor.is_written]
         outputs = [*name_outputs(result), *zip((_AFTER + name for name in written), after, strict=True)]
         inputs = [*_names(model), *(_BEFORE + tensor.name for tensor in state)]
@@ -173,7 +182,8 @@ def _export_with_state(
         name_ends(program, inputs, [name for name, _ in outputs])
         program.save(path, external_data=True)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, name_outputs(result)))
-        notes += accuracy(call.name, program, args, {}, outputs, nudged)
+        with_state = replace(model, module=_flattened(module), args=args, kwargs={})
+        notes += accuracy(call.name, program, with_state, outputs, max_error=max_error)
     described = tuple(
         ModelState(
             name=tensor.name,
@@ -184,7 +194,17 @@ def _export_with_state(
         )
         for tensor, value in zip(state, held, strict=True)
     )
-    return ExportedModel(path=path, state=described, weights=weights, ranges=ranges_of(model.inputs), notes=notes)
+    return ExportedModel(path=path, state=described, weights=weights, notes=notes, **examples_of(model.inputs))
+
+
+def _flattened(module: WithState) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A function that returns the outputs of a module, then the state that it leaves."""
+
+    def run(*args: Any) -> tuple[torch.Tensor, ...]:
+        result, after = module(*args)
+        return (*(tensor for _, tensor in name_outputs(result)), *after)
+
+    return run
 
 
 def _names(model: TorchModel) -> list[str]:
@@ -233,65 +253,84 @@ def _onnx_program(
         raise
 
 
-def ranges_of(inputs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, int]]:
-    """The range of each integer input's example, by name."""
-    return {name: found for name, tensor in inputs if (found := range_of(name, tensor)) is not None}
+def examples_of(inputs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """The ``examples`` of an `ExportedModel`, and their ``ranges``."""
+    arrays = {name: as_array(_parts(tensor) if tensor.is_complex() else tensor) for name, tensor in inputs}
+    found = ((name, range_of(name, tensor)) for name, tensor in inputs)
+    return {"examples": arrays, "ranges": {name: ends for name, ends in found if ends is not None}}
 
 
 def accuracy(
     name: str,
     program: torch.onnx.ONNXProgram,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    model: TorchModel,
     outputs: Sequence[tuple[str, torch.Tensor]],
-    nudged: Sequence[Sequence[torch.Tensor]] = (),
+    *,
+    max_error: float | None,
 ) -> tuple[str, ...]:
-    """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the model.
+    """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the file.
 
-    Nor is one of a model with an empty tensor, on which kernels of ONNX Runtime may end the process before the rules of
-    a plan refuse them. Nor one with an output of uint64, which torch does not take from ONNX Runtime.
+    ``outputs`` are those of ``model``. Raises CompileError where the file computes something else, or where floats
+    differ by more than ``max_error`` of an output's largest magnitude.
 
-    ``nudged`` are PyTorch's outputs in runs on inputs that differ by rounding. An output that this changes visibly is
-    in part nothing but rounding, such as the gradient of a bias before a norm or of the keys' bias in attention: what
-    it may differ by grows with the change, and where that is large it is not compared.
+    A model with an empty tensor is not run, as kernels of ONNX Runtime may end the process before the rules of a plan
+    refuse them; nor one with an output of uint64, which torch does not take from ONNX Runtime.
     """
     made = [value for node in program.model.graph for value in node.outputs]
     graph = program.model.graph
     has_empty = any(value.shape is not None and 0 in value.shape for value in (*graph.inputs, *made))
     if has_empty or any(value.dtype is not None and value.dtype.name == "UINT64" for value in graph.outputs):
         return ()
-    is_half = any(value.dtype is not None and value.dtype.name in {"FLOAT16", "BFLOAT16"} for value in made)
-    bound = _ANOTHER_HALF_MODEL if is_half else _ANOTHER_MODEL
+    halves = {"FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
+    used = {value.dtype.name for value in made if value.dtype is not None}
+    bound = max([_ROUNDING, *(_HALF_ULPS * torch.finfo(halves[dtype]).eps for dtype in halves.keys() & used)])
     try:
         program.initialize_inference_session(_session)
-        found = program(*args, **kwargs)
+        found = program(*model.args, **model.kwargs)
     except runtime_errors():  # reported later, with the node that it cannot run
         return ()
-    largest, where = 0.0, ""
     notes: list[str] = []
+    errors: dict[str, float] = {}
+    nudged = cache(partial(_nudged_outputs, model))
     for i, ((output, wanted), got) in enumerate(zip(outputs, found, strict=True)):
-        moved = max((compared(wanted, close[i]).relative for close in nudged), default=0.0)
-        if moved > _MAGNIFIED:
-            continue
         numbers = _parts(wanted) if wanted.is_complex() else wanted
-        differs = compared(numbers, got)
-        relative = differs.relative
         if got.dtype != numbers.dtype:
             here, there = (str(tensor.dtype).removeprefix("torch.") for tensor in (got, numbers))
             notes.append(f"{name}: output {output!r} is {here}, PyTorch's is {there}")
-        if differs.exact and differs.absolute:
-            notes.append(f"{name}: output {output!r} holds integers or bools that differ from PyTorch's")
-        if numbers.is_floating_point() and relative > max(bound, _OF_ROUNDING * moved):
-            raise CompileError(
-                f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what PyTorch "
-                f"computes by {relative:.2g} of its largest magnitude: compute it by other operators"
-            )
-        if relative > largest:
-            largest, where = relative, f" ({output!r})"
-    if not largest:
-        return (f"{name}: ONNX Runtime's outputs equal PyTorch's", *notes)
-    most = f"ONNX Runtime differs from PyTorch by at most {largest:.2g} of the largest magnitude of an output"
-    return (f"{name}: {most}{where}", *notes)
+        differs = compared(numbers, got)
+        moved = [] if differs.within(bound) else [compared(wanted, close[i]) for close in nudged()]
+        most = max((other.relative for other in moved), default=0.0)
+        if differs.exact or most <= _MAGNIFIED:  # else it is nothing but rounding: the gradient of a bias before a norm
+            changes = differs.exact and any(other.absolute for other in moved)
+            if not changes and not differs.within(max(bound, _OF_ROUNDING * most)):
+                raise CompileError(
+                    f"{name}: output {output!r} of the ONNX file that torch.onnx.export made differs from what "
+                    f"PyTorch computes ({differs}): compute it by other operators"
+                )
+            errors[output] = 0.0 if differs.exact else differs.relative
+    return (_accuracy_note(name, errors, max_error), *notes)
+
+
+def _accuracy_note(name: str, errors: Mapping[str, float], max_error: float | None) -> str:
+    """A sentence on the largest difference, by output; raises CompileError for one above ``max_error``."""
+    largest = max(errors, key=lambda output: errors[output], default="")
+    if not errors.get(largest):
+        return f"{name}: ONNX Runtime's outputs equal PyTorch's"
+    most = f"differs from PyTorch by at most {errors[largest]:.2g} of the largest magnitude of an output ({largest!r})"
+    if max_error is not None and errors[largest] > max_error:
+        raise CompileError(f"{name}: ONNX Runtime {most}, and --max-error allows {max_error:.2g}")
+    return f"{name}: ONNX Runtime {most}"
+
+
+def _nudged_outputs(model: TorchModel) -> list[list[torch.Tensor]]:
+    """PyTorch's outputs in runs on inputs that differ by rounding."""
+    found = []
+    for by in _NUDGES:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_nudged, by=by), (model.args, model.kwargs))
+        with torch.no_grad():
+            result = model.module(*args, **kwargs)
+        found.append([tensor for _, tensor in name_outputs(result)])
+    return found
 
 
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,4 +359,7 @@ def _nudged(tensor: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _session(model: str | bytes) -> Any:
-    return onnxruntime().InferenceSession(model, session_options(), providers=["CPUExecutionProvider"])
+    """A session without ONNX Runtime's optimiser, whose faults are not the file's."""
+    options = session_options()
+    options.graph_optimization_level = onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])

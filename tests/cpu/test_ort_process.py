@@ -13,7 +13,7 @@ from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 
 import nimblec
-from nimblec.cpu import optimizer_process, optimizing
+from nimblec.cpu import ort_process, ort_worker
 from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert import executable
 
@@ -28,23 +28,26 @@ def path(tmp_path: Path) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
     """Let the process run another script."""
     (folder / "script.py").write_text(script)
-    monkeypatch.setattr(optimizer_process, "__file__", str(folder / "script.py"))
+    monkeypatch.setattr(ort_worker, "__file__", str(folder / "script.py"))
 
 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("import os; input(); os.kill(os.getpid(), 11)", r"crashed on this model \(SIGSEGV\): if an input chooses"),
-        ("import os; input(); os.abort()", r"crashed on this model \(SIGABRT\): if an"),
-        ("import os; os.kill(os.getpid(), 9)", r"was killed \(SIGKILL\), most often for lack of memory: free some"),
-        ("raise SystemExit(3)", "ended with status 3: if an"),
+        (
+            "import os; input(); os.kill(os.getpid(), 11)",
+            r"ONNX Runtime crashed on this model \(SIGSEGV\): if an input",
+        ),
+        ("import os; input(); os.abort()", r"ONNX Runtime crashed on this model \(SIGABRT\): if an"),
+        ("import os; os.kill(os.getpid(), 9)", r"more memory than there is: ONNX Runtime was killed \(SIGKILL\): free"),
+        ("raise SystemExit(3)", "ONNX Runtime ended with status 3: if an"),
     ],
 )
 def test_the_end_of_the_process_is_told(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
     started(monkeypatch, tmp_path, script)
-    with pytest.raises(CompileError, match=f"^ONNX Runtime {said}"):
+    with pytest.raises(CompileError, match=said):
         nimblec.compile(path, target="cpu")
 
 
@@ -68,8 +71,8 @@ def test_a_process_refuses_a_model_and_takes_the_next(path: Path) -> None:
     bad = write_model(
         path.with_name("bad.onnx"), [node("MatMul", ["x", "x"], ["y"])], [floats("x", 2, 3)], [floats("y", 2, 2)]
     )
-    with optimizing.own_process():
-        process = optimizing._current.get()
+    with ort_process.own_process():
+        process = ort_process._current.get()
         assert process is not None
         for _ in range(2):
             with pytest.raises(UnsupportedModelError, match=r"refuses the model: .*Incompatible dimensions"):
@@ -78,7 +81,7 @@ def test_a_process_refuses_a_model_and_takes_the_next(path: Path) -> None:
                 assert model(np.ones(3, np.float32)).tolist() == [-1, -1, -1]
         assert process._process.poll() is None
     assert process._process.poll() == -signal.SIGKILL
-    assert optimizing._current.get() is None
+    assert ort_process._current.get() is None
 
 
 def observed(path: Path, nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray]) -> Path:
@@ -118,12 +121,12 @@ def test_a_run_that_fails_as_shapes_are_observed(path: Path) -> None:
 def compile_here(path: Path) -> Any:
     """A plan, with the optimiser in the process of the block around."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(optimizing, "own_process", contextlib.nullcontext)
+        patched.setattr(ort_process, "own_process", contextlib.nullcontext)
         return nimblec.compile(path, target="cpu", plan_cache=None)
 
 
 def test_nothing_of_nimblec_is_imported_by_the_process() -> None:
     """It would take longer to start."""
-    lines = Path(optimizer_process.__file__).read_text().splitlines()
+    lines = Path(ort_worker.__file__).read_text().splitlines()
     imports = [line.split()[1] for line in lines if line.startswith(("import ", "from "))]
     assert {name.partition(".")[0] for name in imports} <= sys.stdlib_module_names

@@ -1,0 +1,243 @@
+"""Optimise a model so that it still computes what it did: leave out the rewrites of ONNX Runtime that change it.
+
+ONNX Runtime's optimiser makes some models compute something else, makes some that do not run, and crashes on some.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+from onnx import ModelProto, TensorProto, numpy_helper
+
+from nimblec.cpu.optimizer import OptimizedModel, OptimizerError, Rewriting, optimize
+from nimblec.cpu.reference import ReferenceModel, ReferenceRun, run_feeds, run_reference
+from nimblec.difference import Difference, difference
+from nimblec.errors import CompileError
+from nimblec.frontend.onnx import model_nodes
+from nimblec.frontend.onnx.external_data import read_tensor
+
+T = TypeVar("T")
+
+_ROUNDING = {"float16": 2.0**-9, "float32": 2.0**-17, "float64": 2.0**-46}
+"""A difference, relative to the largest magnitude of an output, that another order of some operations makes."""
+
+_MOVES = {"float16": 2.0**-10, "float32": 2.0**-20, "float64": 2.0**-20}
+"""Relative changes of numbers within the rounding of a longer computation."""
+
+_OF_MOVES = 8
+"""Rounding may change an output by this many times what such changes of inputs and constants do."""
+
+_STRUCTURAL = frozenset({
+    "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Mod", "OneHot", "Pad", "Pow", "Range",
+    "Resize", "Upsample",
+})  # fmt: skip
+"""Operators whose constants are sizes, bounds and exponents: with others the model computes something else."""
+
+_MOST_MOVED = 1 << 16
+"""Constants of more elements stay as they are: models that have them have biases, scales or norms, too."""
+
+_FOLDING = frozenset({"ConstantFolding"})
+"""Left out only where nothing else helps: the sizes of many models are known because of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed(Generic[T]):
+    """An optimised model that agrees with its ``source``, and what was ``built`` of it.
+
+    ``outputs`` are what the optimised model makes of the inputs of the golden record on one thread. ``error`` is the
+    largest difference of a float from the source's, relative to its output's largest magnitude.
+    """
+
+    source: ReferenceModel
+    optimized: OptimizedModel
+    built: T
+    rewriting: Rewriting
+    outputs: list[np.ndarray]
+    error: float
+    notes: tuple[str, ...] = ()
+
+
+def optimize_agreeing(
+    model: ReferenceModel,
+    scratch: Path,
+    build: Callable[[ReferenceModel, OptimizedModel], T],
+    *,
+    without: frozenset[str] = frozenset(),
+    approximate: bool = False,
+    max_error: float | None = None,
+) -> Agreed[T]:
+    """Optimise a model with all rewrites of ONNX Runtime that leave its results, and build something of it.
+
+    Where the optimised model is refused, crashes or computes something else, the rewrites at fault are found by
+    leaving them out; those of another program of the same model are a first guess (``without``). ``approximate`` lets
+    products with quantised weights round their activations to 8 bits. ``max_error`` is a limit of `Agreed.error`.
+
+    Raises CompileError where the model does not run without its optimiser, or where that is not why ``build`` fails.
+    """
+    try:
+        model, runs = run_reference(model)
+    except CompileError:
+        build(model, optimize(model.proto, model.folder, scratch))  # which may say better why no plan can hold it
+        raise
+    comparison = _Comparison(model, runs, max_error)
+    seen: dict[str, None] = {}
+
+    def attempt(without: Collection[str], *, approximate: bool = False) -> Agreed[T]:
+        rewriting = Rewriting(without=frozenset(without), approximate=approximate)
+        optimized = optimize(model.proto, model.folder, scratch, rewriting)
+        seen.update(dict.fromkeys(optimized.rewrites))
+        built = build(model, optimized)
+        outputs, error = comparison.compare(optimized, is_approximate=approximate)
+        return Agreed(
+            source=model,
+            optimized=optimized,
+            built=built,
+            rewriting=rewriting,
+            outputs=outputs,
+            error=error,
+        )
+
+    try:
+        agreed = attempt(without)
+    except CompileError as exc:
+        if isinstance(exc, OptimizerError):
+            seen.update(dict.fromkeys(exc.suspects))
+        agreed = _without_faults(attempt, seen, exc)
+    if approximate:
+        exact, agreed = agreed, attempt(agreed.rewriting.without, approximate=True)
+        figures = f"by {agreed.error:.2g} of the largest magnitude of an output, by {exact.error:.2g} without"
+        agreed = replace(agreed, notes=(*exact.notes, f"--approximate: results differ from exact ones {figures}"))
+    return agreed
+
+
+def _without_faults(
+    attempt: Callable[[Collection[str]], Agreed[T]], seen: Mapping[str, None], reason: CompileError
+) -> Agreed[T]:
+    """The model optimised without a few rewrites; ``reason`` is why it fails with all of them.
+
+    ``seen`` are the names of the rewrites that changed it, to which an attempt adds. Raises ``reason`` where it fails
+    without them, too.
+    """
+
+    def works(without: Collection[str]) -> bool:
+        try:
+            attempt(without)
+        except CompileError:
+            return False
+        return True
+
+    names = next((names for names in _suspected(seen) if works(names)), None)
+    if names is None:
+        raise reason
+    agreed = attempt(_fewest(names, works))
+    listed, said = ", ".join(sorted(agreed.rewriting.without)), str(reason).partition(": if an input")[0]
+    return replace(agreed, notes=(f"ONNX Runtime's optimiser runs without {listed}: with it, {said}",))
+
+
+def _suspected(seen: Mapping[str, None]) -> Iterator[list[str]]:
+    """Yield rewrites to leave out, while more of them are seen to change the model: without some, others apply."""
+    for kept in (_FOLDING, frozenset[str]()):
+        names: list[str] = []
+        while len(names) < len(seen.keys() - kept):
+            names = [name for name in seen if name not in kept]
+            yield names
+
+
+def _fewest(names: Sequence[str], works: Callable[[Collection[str]], bool]) -> Collection[str]:
+    """A few of ``names`` without which it works; without all of them it does."""
+    for name in names:
+        if works({name}):
+            return {name}
+    left_out = set(names)
+    for name in names:
+        if works(left_out - {name}):
+            left_out.remove(name)
+    return left_out
+
+
+class _Comparison:
+    """Compares optimised models with the runs of the model as it is.
+
+    Integers and bools must be equal, floats agree within rounding. Where small changes of inputs and constants change
+    an output of the model itself, an optimised one may change it a few times as much.
+    """
+
+    def __init__(self, model: ReferenceModel, runs: Sequence[ReferenceRun], max_error: float | None) -> None:
+        self._model = model
+        self._runs = runs
+        self._max_error = float("inf") if max_error is None else max_error
+        self._names = [value.name for value in model.proto.graph.output]
+        self._moved: dict[int, list[list[np.ndarray]]] = {}
+
+    def compare(self, optimized: OptimizedModel, *, is_approximate: bool) -> tuple[list[np.ndarray], float]:
+        """The outputs of an optimised model in the first run, and the largest difference of a float in any.
+
+        Raises CompileError where it does not agree, which one that is approximate need not.
+        """
+        feeds = [run.feed for run in self._runs]
+        results = run_feeds(optimized.proto, optimized.folder, self._names, feeds, threads=1)
+        made: list[list[np.ndarray]] = []
+        error = 0.0
+        for index, (run, found) in enumerate(zip(self._runs, results, strict=True)):
+            if isinstance(found, str):
+                raise CompileError(f"a run fails: {found}")
+            made.append(found)
+            for position, (name, wanted, got) in enumerate(zip(self._names, run.outputs, found, strict=True)):
+                if (wanted.dtype, wanted.shape) != (got.dtype, got.shape):
+                    raise CompileError(f"output {name!r} becomes {got.dtype} of shape {list(got.shape)}")
+                differs = difference(wanted, got)
+                if not is_approximate and not self._is_rounding(index, position, got, differs):
+                    raise CompileError(f"output {name!r} is wrong ({differs})")
+                if not differs.exact and wanted.any():
+                    error = max(error, differs.relative)
+                    if error > self._max_error:
+                        raise CompileError(
+                            f"output {name!r} has a {differs}, and --max-error allows {self._max_error:.2g}"
+                        )
+        return made[0], error
+
+    def _is_rounding(self, index: int, position: int, got: np.ndarray, differs: Difference) -> bool:
+        """Whether rounding explains the difference of an output, ``got``, from that of a run."""
+        wanted = self._runs[index].outputs[position]
+        if differs.within(_ROUNDING.get(wanted.dtype.name, 0.0)):
+            return True
+        moved = [outputs[position] for outputs in self._moved_outputs(index)]
+        if differs.exact:
+            most = max((int((wanted != other).sum()) for other in moved), default=0)
+            return int((wanted != got).sum()) <= _OF_MOVES * most
+        return differs.within(_OF_MOVES * max((difference(wanted, other).relative for other in moved), default=0.0))
+
+    def _moved_outputs(self, index: int) -> list[list[np.ndarray]]:
+        """The outputs of a run of the model as it is, but with small changes of inputs and constants, in two ways."""
+        if index not in self._moved:
+            found = []
+            for seed in range(2):
+                random = np.random.default_rng(seed)
+                feed = {name: _changed(array, random) for name, array in self._runs[index].feed.items()}
+                moved = _changed_constants(self._model, random)
+                found += run_feeds(moved, self._model.folder, self._names, [feed])
+            self._moved[index] = [outputs for outputs in found if not isinstance(outputs, str)]
+        return self._moved[index]
+
+
+def _changed(array: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    move = _MOVES.get(array.dtype.name)
+    if move is None:
+        return array
+    return (array * (1 + move * random.choice([-1, 1], array.shape))).astype(array.dtype)
+
+
+def _changed_constants(model: ReferenceModel, random: np.random.Generator) -> ModelProto:
+    """The model with small changes of its float constants, but for large and structural ones."""
+    changed = ModelProto()
+    changed.CopyFrom(model.proto)
+    kept = {name for node in model_nodes.nodes(changed.graph) if node.op_type in _STRUCTURAL for name in node.input}
+    floats = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE}
+    for tensor in changed.graph.initializer:
+        if tensor.data_type in floats and np.prod(tensor.dims) <= _MOST_MOVED and tensor.name not in kept:
+            if tensor.data_location == TensorProto.EXTERNAL:
+                read_tensor(tensor, model.folder)
+            tensor.CopyFrom(numpy_helper.from_array(_changed(numpy_helper.to_array(tensor), random), tensor.name))
+    return changed
