@@ -5,7 +5,7 @@ shape inference, loops), the model is run on two sets of inputs and the shapes a
 that depend on values are refused, since a plan's memory is laid out before it runs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
-from nimblec.cpu.optimizer import OptimizedModel
+from nimblec.cpu.optimizer import SHAPE_ARITHMETIC, OptimizedModel
 from nimblec.cpu.ort_worker import Feed, RefusedError
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes
@@ -56,7 +56,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for name in unknown:
-        if _is_sized_by_value(makers[name], opset, shapes, makers) or _counts_steps(makers[name], name, constants):
+        if _is_sized_by_value(makers[name], opset, shapes, makers, types) or _counts_steps(makers[name], name, constants):
             raise _sized_by_value(makers[name], name)
     if unknown:
         shapes |= _observe(exposed, optimized.folder, inputs, unknown, makers)
@@ -99,7 +99,11 @@ def _scalars(model: ModelProto) -> set[str]:
 
 
 def _is_sized_by_value(
-    node: NodeProto, opset: int, shapes: Mapping[str, object], makers: Mapping[str, NodeProto]
+    node: NodeProto,
+    opset: int,
+    shapes: Mapping[str, object],
+    makers: Mapping[str, NodeProto],
+    given: Collection[str],
 ) -> bool:
     """Whether an output's size is unknown because it depends on values.
 
@@ -108,9 +112,30 @@ def _is_sized_by_value(
     """
     if node.op_type in SIZED_BY_VALUE:
         return True
-    if node.op_type == "MaxUnpool":  # whose rule knows no size where output_shape is a constant
-        return any(name in makers for name in node.input[2:])
-    return _has_rule(node, opset) and all(name in shapes or name not in makers for name in node.input)
+    if not _has_rule(node, opset) or not all(name in shapes or name not in makers for name in node.input):
+        return False
+    sizing = node.input if node.op_type in _SIZED_BY_ALL else node.input[_FIRST_SIZE.get(node.op_type, 1) :]
+    return not all(_is_shape_arithmetic(name, makers, given) for name in sizing)
+
+
+_SIZED_BY_ALL = frozenset({"ConstantOfShape", "Range"})
+_FIRST_SIZE = {"MaxUnpool": 2}
+"""The first operand whose values may be sizes: for most operators it is the second."""
+
+
+def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Collection[str]) -> bool:
+    """Whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
+    waiting, seen = [name], {name}
+    while waiting:
+        value = waiting.pop()
+        node = makers.get(value)
+        if value in given or (node is not None and model_nodes.subgraphs(node)):
+            return False
+        if node is None or node.op_type in SHAPE_ARITHMETIC:
+            continue
+        waiting += [read for read in node.input if read not in seen]
+        seen.update(node.input)
+    return True
 
 
 def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProto]) -> bool:

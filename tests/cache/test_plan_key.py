@@ -34,6 +34,7 @@ CHANGES: dict[str, Any] = {
     "level": 1,
     "precision": "fp16",
     "max_error": 0.125,
+    "approximate": True,
     "print_passes": True,
     "refittable": True,
     "streams": "max",

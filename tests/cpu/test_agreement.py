@@ -136,6 +136,21 @@ def test_approximate_tells_its_error(caplog: pytest.LogCaptureFixture) -> None:
         nimblec.compile(QUANTISED, target="cpu", plan_cache=None, approximate=True, max_error=1e-4)
 
 
+def test_compile_takes_sizes_that_follow_from_unknown_shapes() -> None:
+    """ONNX Runtime knows no shape after ArrayFeatureExtractor with one row, as nearest-neighbours models have it."""
+    model = parse(
+        """<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 1]> g (float[1, 3] x) => (float[1, 2] y) {
+            z = ai.onnx.ml.ArrayFeatureExtractor (x, rows)
+            s = Shape (z)
+            y = Reshape (w, s)
+        }""",
+        rows=np.array([0, 2]),
+        w=np.ones((2, 1), np.float32),
+    )
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        assert loaded(np.ones((1, 3), np.float32)).tolist() == [[1, 1]]
+
+
 def test_compile_names_a_node_that_never_runs() -> None:
     model = parse(
         """<ir_version: 8, opset_import: ["": 17]> g (float[4] x) => (float[2] y) {
