@@ -56,7 +56,9 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     for name in unknown:
-        if _is_sized_by_value(makers[name], opset, shapes, makers, types) or _counts_steps(makers[name], name, constants):
+        if _is_sized_by_value(makers[name], opset, shapes, makers, types) or _counts_steps(
+            makers[name], name, constants
+        ):
             raise _sized_by_value(makers[name], name)
     if unknown:
         shapes |= _observe(exposed, optimized.folder, inputs, unknown, makers)
