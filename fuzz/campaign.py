@@ -35,13 +35,16 @@ class Fuzzer:
     """``build`` makes the file of case ``number`` of a seed; ``judge`` runs it and returns its outcome in a word.
 
     ``judge`` raises on any outcome that is not allowed. A ``build`` that may crash passes its unfinished file to its
-    last argument first. ``start`` prepares a child.
+    last argument first. ``start`` prepares a child. ``excuse`` returns the outcome of a case that may end its child, ""
+    for any other. ``keep`` writes a finding to a path, to which it may add a suffix.
     """
 
     name: str
     build: Callable[[int, int, Callable[[bytes], object]], bytes]
     judge: Callable[[bytes], str]
     start: Callable[[], None] = lambda: None
+    excuse: Callable[[bytes], str] = lambda _file: ""
+    keep: Callable[[bytes, Path], object] = lambda file, path: path.with_suffix(".plan").write_bytes(file)
 
 
 @dataclass(slots=True)
@@ -66,11 +69,13 @@ def main(fuzzer: Fuzzer, arguments: Sequence[str] | None = None) -> int:
     """Run the campaign of a command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m fuzz.{fuzzer.name}")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the campaign")
-    parser.add_argument("--runs", type=int, default=1 << 62, help="number of cases")
+    parser.add_argument("--runs", "--count", type=int, default=1 << 62, help="number of cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="children at a time")
-    parser.add_argument("--corpus", type=Path, default=Path("fuzz-found"), help="folder for the cases that are found")
+    parser.add_argument(
+        "--corpus", "--save", type=Path, default=Path("fuzz-found"), help="folder for the cases that are found"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     return _Campaign(fuzzer, parser.parse_args(arguments)).run()
 
@@ -200,8 +205,12 @@ class _Campaign:
         number = child.number()
         if status == 0:
             return None if child.is_done else number
-        self._found += 1
-        self._keep(number, "hangs" if hung else f"ends with status {status} (a signal if below 256)", child.case)
+        outcome = "" if hung else self._fuzzer.excuse(child.case.read_bytes() if child.case.exists() else b"")
+        if outcome:
+            self._outcomes[outcome] += 1
+        else:
+            self._found += 1
+            self._keep(number, "hangs" if hung else f"ends with status {status} (a signal if below 256)", child.case)
         jobs: int = self._options.jobs
         return number + jobs
 
@@ -209,7 +218,7 @@ class _Campaign:
         """Copy the file of a case to the corpus, with its report in a .txt file."""
         folder = self._options.corpus
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._fuzzer.name}-{self._options.seed}-{number}.plan"
-        path.write_bytes(case.read_bytes() if case.exists() else b"")
+        path = folder / f"{self._fuzzer.name}-{self._options.seed}-{number}"
+        self._fuzzer.keep(case.read_bytes() if case.exists() else b"", path)
         path.with_suffix(".txt").write_text(text)
         print(f"found: {path}: {text[-300:]}", flush=True)

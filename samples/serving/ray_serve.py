@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from ray import serve
 from ray.serve import metrics
 from ray.serve.config import HTTPOptions
-from rows import Probe, Rows, joined, served_programs, split
+from rows import Probe, Rows, count_rows, served_programs
 from starlette.exceptions import HTTPException
 
 import nimblert
@@ -44,8 +44,8 @@ def refused(_request: Request, error: HTTPException) -> JSONResponse:
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-def _rows(items: Sequence[Arrays]) -> int:
-    return sum(len(next(iter(item.values()))) for item in items)
+def _rows(calls: Sequence[Arrays]) -> int:
+    return sum(map(count_rows, calls))
 
 
 @serve.ingress(api)
@@ -72,16 +72,16 @@ class PlanServer:
         await asyncio.to_thread(self._probe.check)
 
     @serve.batch(batch_size_fn=_rows)
-    async def _batch(self, items: list[Arrays]) -> list[Arrays]:
-        return split(await self._run(joined(items)), [_rows([item]) for item in items])
+    async def _batch(self, calls: list[Arrays]) -> list[Arrays | nimblert.InputError]:
+        return await self._run(calls)
 
-    async def _run(self, arrays: Arrays) -> Arrays:
+    async def _run(self, calls: Sequence[Arrays]) -> list[Arrays | nimblert.InputError]:
         begin = time.perf_counter()
-        outputs = await self._plan.arun(arrays)
+        outcomes = await asyncio.to_thread(self._plan.run_each, calls)
         self._seconds.observe(time.perf_counter() - begin)
         self._batches.inc()
-        self._rows.inc(_rows([arrays]))
-        return outputs
+        self._rows.inc(_rows(calls))
+        return outcomes
 
     @api.get("/v2")
     def server(self) -> dict[str, Any]:
@@ -112,8 +112,10 @@ class PlanServer:
             asked = oip.read_request(await request.body(), request.headers.get(oip.HEADER_LENGTH))
             count = self._plan.check(asked.arrays)  # before it is joined with other calls
             fits = count <= self._plan.batch
-            outputs = await (self._batch(asked.arrays) if fits else self._run(asked.arrays))
-            body, headers = oip.write_response(name, asked, outputs)
+            outcome = await self._batch(asked.arrays) if fits else (await self._run([asked.arrays]))[0]
+            if isinstance(outcome, nimblert.InputError):
+                raise outcome
+            body, headers = oip.write_response(name, asked, outcome)
         except (oip.ProtocolError, nimblert.InputError) as exc:
             raise HTTPException(400, str(exc)) from exc
         return Response(body, headers=headers)

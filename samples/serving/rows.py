@@ -64,9 +64,18 @@ class Rows:
         """The outputs. Raises InputError for a number of rows that the plan does not take."""
         return self._model.run(arrays)
 
-    async def arun(self, arrays: Arrays) -> Arrays:
-        """As `run`, while the event loop goes on."""
-        return await asyncio.to_thread(self.run, arrays)
+    def run_each(self, calls: Sequence[Arrays]) -> list[Arrays | nimblert.InputError]:
+        """Run calls as one, and return the outputs of each.
+
+        Where values of one are refused, such as an index out of range, each runs alone: the error stands in place of
+        that call's outputs, and the others have theirs.
+        """
+        try:
+            return [*split(self.run(joined(calls)), [count_rows(call) for call in calls])]
+        except nimblert.InputError as exc:
+            if len(calls) == 1:
+                return [exc]
+        return [self.run_each([call])[0] for call in calls]
 
 
 def served_programs(plan: Plan, name: object = "the plan") -> Sequence[Program]:
@@ -136,7 +145,7 @@ class Batches:
         self._working: asyncio.Task[None] | None = None
 
     async def run(self, arrays: Arrays) -> Arrays:
-        """As `Rows.run`. Raises InputError, for this call alone, and what a run of its batch raises."""
+        """Run as `Rows.run`. Raises InputError for this call alone, and any other error for its batch."""
         count = self._rows.check(arrays)
         result: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
         self._waiting.append((arrays, count, result))
@@ -149,18 +158,16 @@ class Batches:
             if sum(count for _, count, _ in self._waiting) < self._rows.batch:
                 await asyncio.sleep(self._wait_s)
             taken = self._next()
-            (outcome,) = await asyncio.gather(self._outputs(taken), return_exceptions=True)
-            for place, (_, _, result) in enumerate(taken):
+            calls = [arrays for arrays, _, _ in taken]
+            (found,) = await asyncio.gather(asyncio.to_thread(self._rows.run_each, calls), return_exceptions=True)
+            outcomes = [found] * len(taken) if isinstance(found, BaseException) else found
+            for (_, _, result), outcome in zip(taken, outcomes, strict=True):
                 if result.cancelled():
                     continue
                 if isinstance(outcome, BaseException):
                     result.set_exception(outcome)
                 else:
-                    result.set_result(outcome[place])
-
-    async def _outputs(self, taken: Sequence[_Call]) -> list[Arrays]:
-        outputs = await self._rows.arun(joined([arrays for arrays, _, _ in taken]))
-        return split(outputs, [count for _, count, _ in taken])
+                    result.set_result(outcome)
 
     def _next(self) -> list[_Call]:
         """The calls of the next batch: the first, and those after it that fit."""
@@ -170,6 +177,11 @@ class Batches:
             taken.append(self._waiting.popleft())
             room -= taken[-1][1]
         return taken
+
+
+def count_rows(arrays: Arrays) -> int:
+    """Return the rows of a call that `Rows.check` takes."""
+    return len(next(iter(arrays.values())))
 
 
 def joined(items: Sequence[Arrays]) -> Arrays:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import oip
+import onnx.parser
 import pytest
 from rows import Arrays, Batches, Probe, Rows, served_programs
 from subprocesses import ROOT
@@ -116,6 +117,35 @@ def test_a_failure_of_a_batch_reaches_every_call_of_it_and_the_next_one_runs(
         return [*map(type, failed), (await batches.run({"image": IMAGES}))["digit"].tolist()]
 
     assert asyncio.run(calls()) == [ZeroDivisionError] * 3 + [list(DIGITS)]
+
+
+@pytest.fixture(scope="module")
+def lookup() -> Iterator[Rows]:
+    """Rows of a plan that sums two rows of a table of 100, whose indices callers give."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    g (int64[batch, 2] ids) => (float[batch, 1] y)
+    <float[1] start = {0}, int64[2] shape = {100, 1}, int64[1] axis = {1}>
+    { table = Expand(start, shape) rows = Gather(table, ids) y = ReduceSum<keepdims = 0>(rows, axis) }"""
+    model = onnx.parser.parse_model(text)
+    plan = nimblec.compile(model, dims={"batch": (1, 2, 4)}, target="cpu", plan_cache=None)
+    with nimblert.load(plan) as executable:
+        yield Rows(executable)
+
+
+def test_batch_with_refused_values_fails_only_their_call(lookup: Rows) -> None:
+    """An index out of range of one client fails in ONNX Runtime, as late as the run of the batch."""
+    assert lookup.batch == 4
+
+    async def calls() -> list[object]:
+        batches = Batches(lookup, 0.05)
+        ids = (np.full((1, 2), 1000 if number == 2 else number) for number in range(4))
+        return await asyncio.gather(*(batches.run({"ids": array}) for array in ids), return_exceptions=True)
+
+    found = asyncio.run(calls())
+    assert [type(outcome) for outcome in found] == [dict, dict, nimblert.InputError, dict]
+    outcomes = lookup.run_each([{"ids": np.full((1, 2), 1000)}, {"ids": np.zeros((2, 2), np.int64)}])
+    assert isinstance(outcomes[0], nimblert.InputError)
+    assert outcomes[1]["y"].shape == (2, 1)
 
 
 def test_a_call_that_is_given_up_leaves_the_others_their_answers(rows: Rows) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as triton
-from rows import Rows, joined, split
+from rows import Rows
 
 import nimblert
 
@@ -27,27 +27,33 @@ class TritonPythonModel:
             raise triton.TritonModelException(f"{found}: compile it for several sizes, or write 1 in config.pbtxt")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A response to each of these requests, which run as one batch; an invalid one fails alone."""
+        """Return a response to each of these requests, which run as one batch; an invalid one fails alone."""
         responses: list[Any] = [None] * len(requests)
-        arrays, counts, places = [], [], []
+        calls, places = [], []
         for place, request in enumerate(requests):
             given = {t.name: triton.get_input_tensor_by_name(request, t.name) for t in self._plan.inputs}
             found = {name: tensor.as_numpy() for name, tensor in given.items() if tensor is not None}
             try:
-                counts.append(self._plan.check(found))
+                self._plan.check(found)
             except nimblert.InputError as exc:
-                error = triton.TritonError(str(exc), triton.TritonError.INVALID_ARG)
-                responses[place] = triton.InferenceResponse(error=error)
+                responses[place] = _refusal(exc)
                 continue
-            arrays.append(found)
+            calls.append(found)
             places.append(place)
-        if places:
-            for place, outputs in zip(places, split(self._plan.run(joined(arrays)), counts), strict=True):
-                wanted = requests[place].requested_output_names()
-                tensors = [triton.Tensor(name, array) for name, array in outputs.items() if name in wanted]
-                responses[place] = triton.InferenceResponse(output_tensors=tensors)
+        for place, outcome in zip(places, self._plan.run_each(calls) if calls else (), strict=True):
+            if isinstance(outcome, nimblert.InputError):
+                responses[place] = _refusal(outcome)
+                continue
+            wanted = requests[place].requested_output_names()
+            tensors = [triton.Tensor(name, array) for name, array in outcome.items() if name in wanted]
+            responses[place] = triton.InferenceResponse(output_tensors=tensors)
         return responses
 
     def finalize(self) -> None:
         """Give back the plan's memory."""
         self._model.close()
+
+
+def _refusal(error: nimblert.InputError) -> Any:
+    """Return the response to an invalid request."""
+    return triton.InferenceResponse(error=triton.TritonError(str(error), triton.TritonError.INVALID_ARG))
