@@ -52,6 +52,18 @@ def difference(expected: np.ndarray, found: np.ndarray) -> Difference:
     return Difference(absolute=gap, relative=relative, exact=exact)
 
 
+def relative_gaps(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Return the difference of each element of two arrays of floats, relative to the largest magnitude expected.
+
+    It is infinite where only one of them has a NaN or an infinity.
+    """
+    a, b = numbers(expected), numbers(found)
+    scale = float(np.abs(a[np.isfinite(a)]).max(initial=_LEAST))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gaps = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    return np.where(np.isnan(gaps), np.inf, gaps) / scale
+
+
 def same_numbers(expected: np.ndarray, found: np.ndarray, tolerance: float) -> bool:
     """Whether two arrays of one dtype and size hold the same numbers, floats perhaps in another order.
 
