@@ -191,7 +191,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph with its schedule and memory layout, for the program of an entry and profile; ``record`` says why."""
+    """A graph with its schedule and memory layout, for the program of an entry and profile.
+
+    ``record`` says why, ``notes`` what the user is to know of the choice.
+    """
 
     graph: Graph
     schedule: Schedule
@@ -199,6 +202,7 @@ class Part:
     record: ScheduleRecord | None = None
     entry: str = "main"
     profile: Profile = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
