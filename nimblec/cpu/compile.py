@@ -108,11 +108,12 @@ def _write_plan(
             graphs, refittable = _optimised(models, weights, options, Path(scratch))
             notes += tuple(_pass_notes(models, graphs)) if options.print_passes else ()
         with stage(observer, "schedule"):
-            cache = TimingCache(options.timing_cache)
+            cache = TimingCache(None if options.reproducible else options.timing_cache)
             parts = _scheduled(models, graphs, options, cache)
             cache.save()
             plan, found = _assembled(parts, refittable)
             plan = mark_masks(plan, options.pad_masks)
+            notes += tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts)))
             notes += (*cache.notes, *found)
         with stage(observer, "golden run"):
             programs = (_with_golden(p, model) for p, model in zip(plan.programs, models, strict=True))
@@ -226,7 +227,8 @@ def _scheduled(
     provenance = _provenance()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
-        timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
+        device = replace(provenance.device, name=processor())
+        timer = None if options.reproducible else CachedTimer(CpuTimer(), cache, device)
         try:
             part = choose_schedule(
                 graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit
