@@ -14,6 +14,7 @@ import pytest
 import nimblec
 from nimblec.cpu import timing
 from nimblec.cpu.timing import CpuTimer
+from nimblec.lean import run_seconds
 from nimblert.cpu import onnx_session
 
 DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
@@ -75,3 +76,9 @@ def test_timer_sees_that_threads_wait() -> None:
         finally:
             os.sched_setaffinity(0, processors)
             busy.kill()
+
+
+def test_check_takes_a_plan_without_times_for_slow() -> None:
+    """Its time limit would be that of a plan that runs in no time."""
+    assert run_seconds(nimblec.compile(DIGITS, target="cpu", reproducible=True)) == 60
+    assert 0 < run_seconds(nimblec.compile(DIGITS, target="cpu")) < 1
