@@ -28,7 +28,6 @@ from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
 _MOST_GOALS, _CLOSER = 4, 0.97
-_NOISE = 0.98  # times nearer to one another than this count as equal
 _ESTIMATED_GAIN = 0.05
 _BUSY = (
     "other work kept this machine busy while schedules were timed: policy {policy!r} is kept, which may not be the "
@@ -48,8 +47,8 @@ class Measured(NamedTuple, Generic[T]):
 class Timer(Protocol):
     """Measures plans of one program on the device they are for.
 
-    ``max_streams`` is the largest number of streams worth trying there, ``least_gain`` the part of the captured
-    order's time that another schedule must save: a smaller gain may be noise.
+    ``max_streams`` is the largest number of streams worth trying there, ``least_gain`` the part of a time that another
+    schedule must save: a smaller gain may be noise.
     """
 
     max_streams: int
@@ -204,7 +203,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
         return graph
     plain = replace(graph, tasks=tuple(replace(t, programmatic_after=None) for t in graph.tasks))
     early, late = (timer.duration(_timed(g, captured, provenance)) for g in (graph, plain))
-    return plain if late.ns < early.ns * _NOISE and not early.is_noisy else graph
+    return plain if late.ns < early.ns * (1 - timer.least_gain) and not early.is_noisy else graph
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
@@ -255,16 +254,16 @@ def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
 
 
 def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:
-    """Return the first schedule (the captured order) unless another one saves at least ``least_gain`` of its time.
+    """Return the first schedule (the captured order) unless another one saves more than ``least_gain`` of its time.
 
-    Of several as fast as the fastest, within the noise, the one with the least memory is taken. Other work only adds
-    to a time, so one that is noisy and short is short; but nothing can be compared with a noisy first one.
+    Of those from which the fastest saves no more than that, the one with the least memory is taken. Other work only
+    adds to a time, so one that is noisy and short is short; but nothing can be compared with a noisy first one.
     """
-    first, fastest = tried[0], min(t.duration_ns for t in tried)
-    if first.is_noisy or fastest >= first.duration_ns * (1 - least_gain):
-        return first
-    as_fast = [t for t in tried if t.duration_ns * _NOISE <= fastest]
-    return min(as_fast, key=lambda t: (t.memory.arena_nbytes, t.duration_ns))
+    fastest = min(t.duration_ns for t in tried)
+    as_fast = [t for t in tried if fastest >= t.duration_ns * (1 - least_gain)]
+    if tried[0].is_noisy or tried[0] in as_fast:
+        return tried[0]
+    return min(as_fast, key=lambda t: t.memory.arena_nbytes)
 
 
 def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
