@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from nimblec.assembly import Provenance, assemble
 from nimblec.errors import CompileError
-from nimblec.ir import Graph, KernelWork, Layout, Part, Schedule
+from nimblec.ir import BUSY, Graph, KernelWork, Layout, Part, Schedule
 from nimblec.schedule import estimates
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
@@ -29,10 +29,6 @@ _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
 _MOST_GOALS, _CLOSER = 4, 0.97
 _ESTIMATED_GAIN = 0.05
-_BUSY = (
-    "other work kept this machine busy while schedules were timed: policy {policy!r} is kept, which may not be the "
-    "fastest, and disturbed times are not cached; compile again on a quiet machine, or give --streams"
-)
 
 T = TypeVar("T")
 
@@ -130,9 +126,7 @@ def choose_schedule(
     if len(fitting) > 1:
         fitting = _with_times(graph, fitting, provenance, timer)
     chosen = _choose(fitting, least_gain)
-    notes: tuple[str, ...] = ()
-    if chosen is fitting[0] and any(t.is_noisy for t in fitting):
-        notes = (_BUSY.format(policy=chosen.policy),)
+    notes = (BUSY,) if chosen is fitting[0] and any(t.is_noisy for t in fitting) else ()
     if timer is None:
         graph = _with_durations(graph, [0] * len(graph.tasks))
         fitting = [replace(t, duration_ns=0) for t in fitting]
