@@ -28,7 +28,7 @@ from nimblec.frontend.onnx import model_file
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
 from nimblec.lean import LeanProcess
-from nimblec.planning import make_plan
+from nimblec.planning import Measured, make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblec.verify import verification
@@ -56,14 +56,15 @@ class EqualTimer:
     """A substitute for `nimblec.cpu.timing.CpuTimer`: every command takes 1 us, which makes the text reproducible."""
 
     max_streams = 2
+    least_gain = 0.02
 
-    def command_durations(self, plan: Plan) -> Sequence[int]:
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
         """1,000 ns for each command."""
-        return [1000] * len(plan.programs[0].commands)
+        return Measured([1000] * len(plan.programs[0].commands))
 
-    def duration(self, plan: Plan) -> int:
+    def duration(self, plan: Plan) -> Measured[int]:
         """The sum of the commands, in ns."""
-        return 1000 * len(plan.programs[0].commands)
+        return Measured(1000 * len(plan.programs[0].commands))
 
 
 def read() -> tuple[onnx.ModelProto, Lines]:

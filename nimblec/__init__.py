@@ -80,6 +80,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     refittable: bool = False,
     streams: str | int = "auto",
     memory_limit: int | str | None = None,
+    reproducible: bool = False,
     timing_cache: str | PathLike[str] = OWN_TIMING_CACHE,
     plan_cache: str | PathLike[str] | None = OWN_PLAN_CACHE,
     **unknown: Never,
@@ -140,6 +141,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
     - ``memory_limit``: the largest arena (memory for results within a run) to accept, in bytes or as "64MiB",
       "1.5GB". Where no schedule fits, results are recomputed instead of kept.
+    - ``reproducible``: no measured time decides or is stored, so that builds do not depend on the load of the
+      machine; ``timing_cache`` is not used. Level 2 is refused.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
       plans of model files (None: keep no plan).
 
@@ -165,6 +168,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         refittable=refittable,
         streams=streams,
         memory_limit=memory_limit,
+        reproducible=reproducible,
         timing_cache=timing_cache,
         plan_cache=plan_cache,
         **unknown,

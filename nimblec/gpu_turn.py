@@ -21,22 +21,25 @@ _PAUSES = 5000  # ten seconds, not counting time in which this process is stoppe
 _TRIES = 4
 _QUIET = 1.03
 """Ratio of the median to the minimum of times of one CUDA graph on a GPU that does nothing else."""
+_NOISY = 1.1
+"""The ratio above which a median counts as disturbed, where none was quiet: clocks and events alone reach 1.05."""
 
 
-def undisturbed(sample: Callable[[], Sequence[float]]) -> float:
-    """The median of the times that ``sample`` returns, which is called while the lock is held.
+def undisturbed(sample: Callable[[], Sequence[float]]) -> tuple[float, bool]:
+    """Return the median of the times that ``sample`` returns, and whether it is noisy all the same.
 
-    Other work on the GPU only adds to times: where it spreads them, sampling is repeated, up to four times in all, and
-    the lowest median counts.
+    ``sample`` is called while the lock is held. Other work on the GPU only adds to times: where it spreads them,
+    sampling is repeated, up to four times in all, and the lowest median counts.
     """
-    medians = []
+    found = []
     for _ in range(_TRIES):
         with timing_alone():
             times = sample()
-        medians.append(statistics.median(times))
-        if medians[-1] <= _QUIET * min(times):
+        found.append((statistics.median(times), min(times)))
+        if found[-1][0] <= _QUIET * found[-1][1]:
             break
-    return min(medians)
+    median, least = min(found)
+    return median, median > _NOISY * least
 
 
 @contextmanager

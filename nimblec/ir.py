@@ -12,6 +12,13 @@ from nimblert.plan import Dim3, Kernel, Module, Profile, ScheduleRecord
 LIBRARY_MEMORY = "memory of a library"
 """Part of the names of state that is not the model's: a library keeps it on the GPU between its calls."""
 
+BUSY = (
+    "other work kept this machine busy while schedules were timed: the model's order is kept (or the first that fits "
+    "--memory-limit), and neither disturbed times nor the plan are cached; compile again on a quiet machine, or give "
+    "--streams"
+)
+"""The note on a choice by disturbed times."""
+
 
 class BufferKind(enum.Enum):
     """The purpose of a buffer, which determines its region in the plan."""
@@ -191,7 +198,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph with its schedule and memory layout, for the program of an entry and profile; ``record`` says why."""
+    """A graph with its schedule and memory layout, for the program of an entry and profile.
+
+    ``record`` says why, ``notes`` what the user is to know of the choice.
+    """
 
     graph: Graph
     schedule: Schedule
@@ -199,6 +209,7 @@ class Part:
     record: ScheduleRecord | None = None
     entry: str = "main"
     profile: Profile = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -15,11 +15,13 @@ _SLOWEST_NBYTES_S = 20_000_000
 """A slow disk's rate, which bounds the time to read a large plan."""
 _SLOWEST_RUNS = 20
 """Two runs, each ten times slower than when it was measured."""
+_UNMEASURED_S = 60.0
+"""The duration of a slow run, for a plan without measured times."""
 
 
 def run_seconds(plan: Plan) -> float:
-    """The sum of the measured durations of the commands of all programs."""
-    return sum(work.duration_ns for program in plan.programs for _, work in program.work) / 1e9
+    """Return the sum of the measured durations of the commands of all programs."""
+    return sum(work.duration_ns for program in plan.programs for _, work in program.work) / 1e9 or _UNMEASURED_S
 
 
 class DifferingOutput(NamedTuple):

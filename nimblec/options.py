@@ -66,6 +66,7 @@ class Options:
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
     the plans of model files (None: nowhere); by default both are in the user's cache folder.
+    ``reproducible``: no measured time decides or is stored, and ``timing_cache`` is not used.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
@@ -93,6 +94,7 @@ class Options:
     refittable: bool = False
     streams: str = "auto"
     memory_limit: int | None = None
+    reproducible: bool = False
     timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
     plan_cache: Path | None = field(default_factory=lambda: _read_path(OWN_PLAN_CACHE))
 
@@ -137,6 +139,8 @@ def read_options(**given: Any) -> Options:
         raise ArgumentError(f"dims: {counts} sizes make {count} programs, expected at most {MOST_PROFILES}")
     if (masks := read.get("pad_masks")) and not several:
         raise ArgumentError(f"--pad-mask {masks[0]}: needs a dimension of several sizes, such as --dim NAME=1,8")
+    if read.get("reproducible") and read.get("level") == 2:
+        raise ArgumentError("--reproducible: -O2 chooses kernels by timing them: give -O1 or -O0")
     fixed = tuple((name, sizes[0]) for name, sizes in dims if len(sizes) == 1)
     return Options(**read, inputs=static, named_inputs=named, dims=fixed, sizes=several)
 
@@ -400,6 +404,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "refittable": _one_of(False, True),
     "streams": read_streams,
     "memory_limit": _or_none(read_nbytes),
+    "reproducible": _one_of(False, True),
     "timing_cache": _read_path,
     "plan_cache": _or_none(_read_path),
 }

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from nimblec.assembly import Provenance, assemble
 from nimblec.errors import CompileError
-from nimblec.ir import Graph, KernelWork, Layout, Part, Schedule
+from nimblec.ir import BUSY, Graph, KernelWork, Layout, Part, Schedule
+from nimblec.schedule import estimates
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.dependencies import (
@@ -27,32 +28,44 @@ from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
 _MOST_GOALS, _CLOSER = 4, 0.97
-_NOISE = 0.98  # times nearer to one another than this count as equal
+_ESTIMATED_GAIN = 0.05
+
+T = TypeVar("T")
+
+
+class Measured(NamedTuple, Generic[T]):
+    """A measurement in nanoseconds. One that ``is_noisy`` was disturbed by other work and may be too long."""
+
+    ns: T
+    is_noisy: bool = False
 
 
 class Timer(Protocol):
     """Measures plans of one program on the device they are for.
 
-    ``max_streams`` is the largest number of streams worth trying there.
+    ``max_streams`` is the largest number of streams worth trying there, ``least_gain`` the part of a time that another
+    schedule must save: a smaller gain may be noise.
     """
 
     max_streams: int
+    least_gain: float
 
-    def command_durations(self, plan: Plan) -> Sequence[int]:
-        """Nanoseconds of each launch, copy and fill of a plan of one stream, in issue order."""
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
+        """Measure each launch, copy and fill of a plan of one stream, in issue order."""
 
-    def duration(self, plan: Plan) -> int:
-        """Nanoseconds of one run."""
+    def duration(self, plan: Plan) -> Measured[int]:
+        """Measure one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """A schedule with its memory layout, and how long a run takes (measured or estimated)."""
+    """A schedule with its memory layout, and how long a run takes."""
 
     policy: str
     schedule: Schedule
     memory: Layout
     duration_ns: int = 0
+    is_noisy: bool = False
 
     @property
     def candidate(self) -> Candidate:
@@ -74,13 +87,15 @@ def make_plan(
 
 
 def choose_schedule(
-    graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
+    graph: Graph, provenance: Provenance, timer: Timer | None, *, streams: str = "auto", memory_limit: int | None = None
 ) -> Part:
-    """The graph with the best schedule and memory layout found.
+    """Return the graph with the best schedule and memory layout found.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
-    "tied-..." keep launches that were captured with a programmatic edge one after the other. Where
+    "tied-..." keep launches that were captured with a programmatic edge one after the other. Without a ``timer``
+    the fastest is found by estimates, and the result holds no durations, so that equal graphs give equal results.
+    Where times are noisy, the captured order is kept, and a note of the result says so. Where
     the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
     that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by policies
     "recompute-..."; CompileError where that does not suffice either.
@@ -88,24 +103,33 @@ def choose_schedule(
     graph = close_gaps(rename_workspaces(graph))
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag))
-    durations = timer.command_durations(_timed(graph, captured, provenance))
-    graph = replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
-    if streams == "auto":
+    if timer is None:
+        most, least_gain = estimates.MACHINES[provenance.target].max_streams, _ESTIMATED_GAIN
+        durations: Sequence[int] = estimates.command_ns(graph, provenance.target)
+    else:
+        most, least_gain = timer.max_streams, timer.least_gain
+        durations = timer.command_durations(_timed(graph, captured, provenance)).ns
+    graph = _with_durations(graph, durations)
+    if streams == "auto" and timer is not None:
         graph = _with_faster_edges(graph, captured, provenance, timer)
     tried = [
         captured if policy == captured.policy else _try(policy, graph, schedule)
-        for policy, schedule in _schedules(graph, dag, streams, timer.max_streams)
+        for policy, schedule in _schedules(graph, dag, streams, most)
     ]
     fitting = tried
     if memory_limit is not None:
         fitting = _fitting(tried, memory_limit) or _fitting(
-            [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", timer.max_streams)], memory_limit
+            [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", most)], memory_limit
         )
         if not fitting:
-            graph, dag, fitting = _recomputing(graph, captured, memory_limit, timer.max_streams)
+            graph, dag, fitting = _recomputing(graph, captured, memory_limit, most)
     if len(fitting) > 1:
-        fitting = [replace(t, duration_ns=timer.duration(_timed(graph, t, provenance))) for t in fitting]
-    chosen = _choose(fitting)
+        fitting = _with_times(graph, fitting, provenance, timer)
+    chosen = _choose(fitting, least_gain)
+    notes = (BUSY,) if chosen is fitting[0] and any(t.is_noisy for t in fitting) else ()
+    if timer is None:
+        graph = _with_durations(graph, [0] * len(graph.tasks))
+        fitting = [replace(t, duration_ns=0) for t in fitting]
     record = ScheduleRecord(
         policy=chosen.policy,
         antichain=_positions(certificate(dag), chosen.schedule),
@@ -113,7 +137,27 @@ def choose_schedule(
         candidates=tuple(t.candidate for t in fitting),
         fewest_sync_count=_fewest_syncs(dag),
     )
-    return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record)
+    return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record, notes=notes)
+
+
+def _with_durations(graph: Graph, durations: Sequence[int]) -> Graph:
+    return replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
+
+
+def _with_times(graph: Graph, tried: Sequence[_Tried], provenance: Provenance, timer: Timer | None) -> list[_Tried]:
+    """Return the schedules with the times of their runs, estimated without a ``timer``.
+
+    If the time of the first is noisy, the others are not measured: nothing can be compared with it.
+    """
+    if timer is None:
+        return [replace(t, duration_ns=estimates.run_ns(graph, t.schedule, provenance.target)) for t in tried]
+    timed: list[_Tried] = []
+    for each in tried:
+        ns, is_noisy = timer.duration(_timed(graph, each, provenance))
+        timed.append(replace(each, duration_ns=ns, is_noisy=is_noisy))
+        if timed[0].is_noisy:
+            return [*timed, *tried[1:]]
+    return timed
 
 
 def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, Dag, list[_Tried]]:
@@ -153,7 +197,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
         return graph
     plain = replace(graph, tasks=tuple(replace(t, programmatic_after=None) for t in graph.tasks))
     early, late = (timer.duration(_timed(g, captured, provenance)) for g in (graph, plain))
-    return plain if late < early * _NOISE else graph
+    return plain if late.ns < early.ns * (1 - timer.least_gain) and not early.is_noisy else graph
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
@@ -203,11 +247,17 @@ def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
     return [t for t in tried if t.memory.arena_nbytes <= memory_limit]
 
 
-def _choose(tried: Sequence[_Tried]) -> _Tried:
-    """Of those as fast as the fastest, within the noise, the one with the least memory; the captured order first."""
+def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:
+    """Return the first schedule (the captured order) unless another one saves more than ``least_gain`` of its time.
+
+    Of those from which the fastest saves no more than that, the one with the least memory is taken. Other work only
+    adds to a time, so one that is noisy and short is short; but nothing can be compared with a noisy first one.
+    """
     fastest = min(t.duration_ns for t in tried)
-    as_fast = [t for t in tried if t.duration_ns * _NOISE <= fastest]
-    return tried[0] if tried[0] in as_fast else min(as_fast, key=lambda t: (t.memory.arena_nbytes, t.duration_ns))
+    as_fast = [t for t in tried if fastest >= t.duration_ns * (1 - least_gain)]
+    if tried[0].is_noisy or tried[0] in as_fast:
+        return tried[0]
+    return min(as_fast, key=lambda t: t.memory.arena_nbytes)
 
 
 def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ def scaled() -> tuple[Scaled, tuple[Any, ...], dict[str, Any]]:
         ({"memory_limit": "64 apples"}, "memory_limit: '64 apples', expected a number of bytes such as 1000000, 64MiB"),
         ({"memory_limit": -1}, "memory_limit: -1, expected"),
         ({"memory_limit": 1.5}, "memory_limit: 1.5, expected"),
+        ({"reproducible": True, "level": 2}, "--reproducible: -O2 chooses kernels by timing them: give -O1 or -O0"),
         ({"max_error": float("nan")}, "max_error: nan, expected a number from 0, such as 1e-3"),
         ({"print_passes": 1}, "print_passes: 1, expected False or True"),
         ({"max_error": "little"}, "max_error: 'little', expected"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from nimblec.cache.plan_key import digest_of, find_key
+from nimblec.ir import BUSY
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
@@ -68,7 +69,10 @@ class Record:
 def compile_once(
     compiler: Compiler, source: Source, target: Target, options: Options, output: Path, observer: Observer
 ) -> tuple[str, ...]:
-    """Call ``compiler(source, options, output, observer)``, unless the plan cache has the result."""
+    """Call ``compiler(source, options, output, observer)``, unless the plan cache has the result.
+
+    A plan whose schedule was chosen by disturbed times is not kept: another compilation may choose better.
+    """
     if options.plan_cache is None or not _is_file(source, target):
         return compiler(source, options, output, observer)
     cache = PlanCache(options.plan_cache)
@@ -86,7 +90,8 @@ def compile_once(
     seconds = time.perf_counter() - begin
     unkept = None
     with stage(observer, "write the plan cache"):
-        if key and key == find_key(source, target, options):  # the model's files have not changed meanwhile
+        # An equal key: the model's files have not changed meanwhile.
+        if key and BUSY not in notes and key == find_key(source, target, options):
             unkept = cache.keep(key.digest, output, notes, seconds)
     return (*notes, *filter(None, (problem, unkept)))
 

@@ -2,7 +2,8 @@
 
 One JSON file maps keys to nanoseconds. A key is the SHA-256 of what a time depends on and a second compilation finds
 again: device, code and launch for a command, what runs when and where for a run. A time that is known stays as it is,
-since decisions were taken by it. So a second compilation on the same machine makes the same ones.
+since decisions were taken by it. So a second compilation on the same machine makes the same ones. Noisy times are not
+kept.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from statistics import median_low
 
 from nimblec.gpu_turn import lock
-from nimblec.planning import Timer
+from nimblec.planning import Measured, Timer
 from nimblert.errors import NimbleError, raised_by_handler
 from nimblert.files.replacing import destination, replacing
 from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
@@ -28,16 +29,17 @@ _LARGEST_NUMBER_NBYTES = 8
 
 
 class TimingCache:
-    """The times in one file. A damaged file only costs new measurements, and is reported in ``notes``.
+    """The times in one file, or of this process alone (None).
 
-    A file that never was one of JSON is somebody's, and left alone.
+    A damaged file only costs new measurements, and is reported in ``notes``. A file that never was one of JSON is
+    somebody's, and left alone.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._new: dict[str, int] = {}
         self._notes: dict[str, None] = {}  # in order, each once
-        self._known = self._read() or {}
+        self._known = (None if path is None else self._read(path)) or {}
 
     def __getitem__(self, key: str) -> int:
         return self._known[key]
@@ -55,12 +57,12 @@ class TimingCache:
 
     def save(self) -> None:
         """Add new times to the file; those that another process has written there meanwhile stay."""
-        if not self._new:
+        if not self._new or self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(destination(self._path).parent):
-                known = self._read()
+                known = self._read(self._path)
                 if known is not None:
                     with replacing(self._path) as file:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
@@ -70,13 +72,13 @@ class TimingCache:
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
 
-    def _read(self) -> dict[str, int] | None:
+    def _read(self, path: Path) -> dict[str, int] | None:
         """The plausible times in the file; None where it is somebody's."""
         try:
-            if self._path.exists() and not self._path.is_file():
+            if path.exists() and not path.is_file():
                 self._note("is not a regular file, and is left alone")
                 return {}
-            content = self._path.read_bytes().lstrip()
+            content = path.read_bytes().lstrip()
             if content and not content.startswith((b"{", b"[")):
                 self._note("is no timing cache, and is left alone: name another file")
                 return None
@@ -117,30 +119,37 @@ class CachedTimer:
     """A timer that asks another one only for times that the cache lacks."""
 
     def __init__(self, timer: Timer, cache: TimingCache, device: Device) -> None:
-        self.max_streams = timer.max_streams
+        self.max_streams, self.least_gain = timer.max_streams, timer.least_gain
         self._timer = timer
         self._cache = cache
         self._device = repr(device)
         self._code: dict[int, str] = {}
 
-    def command_durations(self, plan: Plan) -> Sequence[int]:
-        """Nanoseconds of each command; identical launches are measured once."""
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
+        """Return the time of each command; identical launches are measured once."""
         keys = self._command_keys(plan)
-        if any(key not in self._cache for key in keys):
+        known = {key: self._cache[key] for key in keys if key in self._cache}
+        is_noisy = False
+        if len(known) < len(set(keys)):
+            ns, is_noisy = self._timer.command_durations(plan)
             measured = defaultdict(list)
-            for key, duration in zip(keys, self._timer.command_durations(plan), strict=True):
-                if key not in self._cache:
+            for key, duration in zip(keys, ns, strict=True):
+                if key not in known:
                     measured[key].append(duration)
             for key, durations in measured.items():
-                self._cache[key] = median_low(durations)
-        return [self._cache[key] for key in keys]
+                known[key] = self._kept(key, Measured(median_low(durations), is_noisy)).ns
+        return Measured([known[key] for key in keys], is_noisy)
 
-    def duration(self, plan: Plan) -> int:
-        """Nanoseconds of one run."""
+    def duration(self, plan: Plan) -> Measured[int]:
+        """Return the time of one run."""
         key = self._key("run", *self._steps(plan), plan.programs[0].arena_nbytes)
-        if key not in self._cache:
-            self._cache[key] = self._timer.duration(plan)
-        return self._cache[key]
+        return Measured(self._cache[key]) if key in self._cache else self._kept(key, self._timer.duration(plan))
+
+    def _kept(self, key: str, measured: Measured[int]) -> Measured[int]:
+        """Keep a time unless it is noisy."""
+        if not measured.is_noisy:
+            self._cache[key] = measured.ns
+        return measured
 
     def _steps(self, plan: Plan) -> Iterator[tuple[object, ...]]:
         """The work, stream and addresses of each command, or its event."""

@@ -134,6 +134,12 @@ from nimblert.files import schema
     "fits, results are recomputed instead of kept.",
 )
 @click.option(
+    "--reproducible",
+    is_flag=True,
+    help="Let no measured time decide, and store none: schedules are chosen by estimates, so that builds do not depend "
+    "on the load of the machine. For CI. Not with -O2.",
+)
+@click.option(
     "--timing-cache",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -167,6 +173,7 @@ def compile_model(
     refittable: bool,
     streams: str,
     memory_limit: int | None,
+    reproducible: bool,
     timing_cache: Path | None,
     plan_cache: Path | None,
     no_plan_cache: bool,
@@ -196,6 +203,7 @@ def compile_model(
     """
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
+    refuse_both("--reproducible", "--timing-cache", given=reproducible and timing_cache is not None)
     files = (given for _, given in (*constants, *examples) if isinstance(given, Path))
     _refuse_overwriting(output, (Path(model), *filter(None, (timing_cache,)), *files))
     values, arrays = arguments.read_arrays(constants), arguments.read_arrays(examples)
@@ -229,6 +237,7 @@ def compile_model(
         refittable=refittable,
         streams=streams,
         memory_limit=memory_limit,
+        reproducible=reproducible,
         **caches,
     )
     with StageProgress(verbose=verbose, quiet=quiet) as observer:

@@ -91,11 +91,12 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 refittable = _refittable(agreed, exported, Path(scratch))
                 graphs = [_refittable_graph(one, made) for one, made in zip(agreed, refittable, strict=True)]
         with stage(observer, "schedule"):
-            cache = TimingCache(options.timing_cache)
+            cache = TimingCache(None if options.reproducible else options.timing_cache)
             parts = _scheduled(models, graphs, options, cache)
             cache.save()
             plan, found = _assembled(parts, refittable)
             plan = mark_masks(plan, options.pad_masks)
+            notes += tuple(dict.fromkeys(chain.from_iterable(part.notes for part in parts)))
             notes += (*cache.notes, *found)
         with stage(observer, "golden run"):
             programs = (_with_golden(p, one) for p, one in zip(plan.programs, agreed, strict=True))
@@ -244,7 +245,8 @@ def _scheduled(
     provenance = _provenance()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
-        timer = CachedTimer(CpuTimer(), cache, replace(provenance.device, name=processor()))
+        device = replace(provenance.device, name=processor())
+        timer = None if options.reproducible else CachedTimer(CpuTimer(), cache, device)
         part = choose_schedule(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts

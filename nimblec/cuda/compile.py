@@ -61,6 +61,7 @@ def _request(folder: Path, source: Source, options: Options, output: Path) -> Co
         refittable=options.refittable,
         streams=options.streams,
         memory_limit=options.memory_limit,
+        reproducible=options.reproducible,
         timing_cache=options.timing_cache,
         sys_path=tuple(p for p in sys.path if p),
     )

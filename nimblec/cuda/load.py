@@ -43,6 +43,16 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     return placed
 
 
+def choose_without_timing() -> None:
+    """Have torch choose the algorithms of libraries and the tilings of generated kernels without timing them."""
+    import torch
+    from torch._inductor import config
+
+    torch.backends.cudnn.benchmark = False  # a model's code may have set it
+    config.deterministic = True  # tilings of reductions
+    config.triton.autotune_pointwise = False
+
+
 def let_torch_draw(models: "Iterable[TorchModel]") -> None:
     """Let models that are captured as they run, and have a generator's state, draw from torch's own generator."""
     from nimblec.frontend.pytorch.state import Writing

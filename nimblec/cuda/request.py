@@ -34,6 +34,7 @@ class CompileRequest:
     refittable: bool
     streams: str
     memory_limit: int | None
+    reproducible: bool
     timing_cache: Path
     sys_path: tuple[str, ...]
 
@@ -62,6 +63,7 @@ class CompileRequest:
             refittable=found["refittable"],
             streams=found["streams"],
             memory_limit=found["memory_limit"],
+            reproducible=found["reproducible"],
             timing_cache=Path(found["timing_cache"]),
             sys_path=tuple(found["sys_path"]),
         )

@@ -102,21 +102,24 @@ class Selector:
             recording = recorder.record()
         with self._reports.stage("schedule"), self._recorders.code.ignoring():
             part, duration_ns = self._schedule(recording.graph)
+        self._reports.note(part.notes)
         self._recorders.add(model)
         return Recorded(
             name=variant.name, model=model, recorder=recorder, recording=recording, part=part, duration_ns=duration_ns
         )
 
     def _schedule(self, graph: Graph) -> tuple[Part, int]:
-        """A variant with its schedule, and the nanoseconds it takes on the GPU."""
+        """A variant with its schedule, and the nanoseconds it takes on the GPU, 0 if no times decide."""
         provenance = provenance_of(self._request)
         streams, memory_limit = self._request.streams, self._request.memory_limit
+        if self._request.reproducible:
+            return choose_schedule(graph, provenance, None, streams=streams, memory_limit=memory_limit), 0
         with closing(CudaTimer()) as timer:
             cached = CachedTimer(timer, self._times, provenance.device)
             part = choose_schedule(graph, provenance, cached, streams=streams, memory_limit=memory_limit)
-            duration_ns = cached.duration(assemble([part], provenance))
+            duration = cached.duration(assemble([part], provenance))
         self._times.save()
-        return part, duration_ns
+        return part, duration.ns
 
 
 def half(precision: str) -> "torch.dtype | None":

@@ -1,13 +1,14 @@
 """Measure plans on this GPU, in the process that captured them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from nimblec.gpu_turn import timing_alone, undisturbed
+from nimblec.gpu_turn import undisturbed
+from nimblec.planning import Measured
 from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, bindings, call
@@ -25,6 +26,7 @@ class CudaTimer:
     """Times plans that share kernels and weights, which are loaded once."""
 
     max_streams = 1 << 16  # more than any graph has: the driver maps streams to its queues
+    least_gain = 0.02
 
     def __init__(self) -> None:
         self._context = Context()
@@ -34,8 +36,8 @@ class CudaTimer:
         self._functions: list[Handle] = []
         self._weights: Bases | None = None
 
-    def command_durations(self, plan: Plan) -> list[int]:
-        """Nanoseconds of each launch, copy and fill, run one after another in the captured order.
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
+        """Measure each launch, copy and fill, run one after another in the captured order.
 
         One graph has an event between any two commands, so caches are as warm as in a run of the network.
         """
@@ -55,11 +57,17 @@ class CudaTimer:
                     last = node
                 last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
             executable = scope.acquire(call("cuGraphInstantiate", chain, 0), "cuGraphExecDestroy")
-            with timing_alone():
+            samples: list[np.ndarray] = []
+
+            def runs() -> list[float]:
                 rows = [self._intervals(executable, events) for _ in range(_REPEATS + _WARM_UPS)][_WARM_UPS:]
-        medians = np.median(np.array(rows), axis=0)
+                samples.append(np.array(rows))
+                return [sum(row) for row in rows]
+
+            _, is_noisy = undisturbed(runs)
+        medians = np.median(min(samples, key=lambda rows: np.median(rows.sum(axis=1))), axis=0)
         overhead = float(np.median(medians[len(work) :]))
-        return [max(1, round((d - overhead) * 1e6)) for d in medians[: len(work)]]
+        return Measured([max(1, round((d - overhead) * 1e6)) for d in medians[: len(work)]], is_noisy)
 
     def _intervals(self, executable: Handle, events: list[Handle]) -> list[float]:
         """Milliseconds between each event and the next."""
@@ -67,8 +75,8 @@ class CudaTimer:
         call("cuStreamSynchronize", self._stream)
         return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
 
-    def duration(self, plan: Plan) -> int:
-        """Nanoseconds of one run: the median of GPU times between events around graph launches (`undisturbed`)."""
+    def duration(self, plan: Plan) -> Measured[int]:
+        """Measure one run: the median of GPU times between events around graph launches (`undisturbed`)."""
         program = plan.programs[0]
         with self._loaded(plan, program) as (scope, memory):
             adding = partial(graph.add_program, program=program, functions=self._functions, memory=memory)
@@ -80,7 +88,8 @@ class CudaTimer:
                 count = int(np.clip(_TARGET_US / max(warm[-1], 1.0), 10, _MOST_RUNS))
                 return self._runs(executable, events[: count + 1])
 
-            return round(undisturbed(runs) * 1e3)
+            median, is_noisy = undisturbed(runs)
+            return Measured(round(median * 1e3), is_noisy)
 
     def _runs(self, executable: Handle, events: list[Handle]) -> list[float]:
         """Microseconds between each event and the next, with a run between them.

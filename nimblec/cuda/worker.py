@@ -17,7 +17,7 @@ from nimblec.assembly import Provenance, assemble
 from nimblec.cache.timing_cache import TimingCache
 from nimblec.cuda.check import write_checked
 from nimblec.cuda.common_state import refuse_folded_state, with_common_state
-from nimblec.cuda.load import let_torch_draw, load_files, load_models
+from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
@@ -56,7 +56,7 @@ class _Worker:
     def __init__(self, request: CompileRequest, reports: Reports) -> None:
         self._request = request
         self._reports = reports
-        self._times = TimingCache(request.timing_cache)
+        self._times = TimingCache(None if request.reproducible else request.timing_cache)
 
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision decides that
@@ -106,6 +106,8 @@ class _Worker:
         """The requested models, each checked to give the same results twice."""
         with self._reports.stage("load the model"):
             originals = load_models(self._request)
+            if self._request.reproducible:
+                choose_without_timing()
             if len(originals) > 1 and self._request.level > 0:
                 originals = with_common_state(originals)
             if self._request.level == 0 and half(self._request.precision) is None:

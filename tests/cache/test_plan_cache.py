@@ -5,16 +5,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import OLD_PLAN, CommandLine
-from plan_caching import Compiler, change_byte, compiled, unobserved, write_model
+from plan_caching import Compiler, change_byte, compiled, onnx_source, unobserved, write_model
 from plans import H200
 from subprocesses import python
 
 import nimblec
 from nimblec import compiler
 from nimblec.cache.plan_cache import compile_once
+from nimblec.ir import BUSY
 from nimblec.options import Options
 from nimblec.processes import environment, module_command
 from nimblec.source import Source
@@ -150,6 +152,18 @@ def test_a_model_that_is_written_during_its_compilation_is_not_kept(
     stub = Compiler()
     compiled(stub, model, options)
     assert stub.calls == 1
+
+
+def test_plan_chosen_by_disturbed_times_is_not_kept(model: Path, options: Options) -> None:
+    """Its note advises to compile again, which would give the same plan."""
+    stub = Compiler()
+
+    def disturbed(*given: Any) -> tuple[str, ...]:
+        return (*stub(*given), BUSY)
+
+    for calls in (1, 2):
+        assert compile_once(disturbed, onnx_source(model), Target.CPU, options, model.parent / "m.plan", unobserved)
+        assert stub.calls == calls
 
 
 def test_a_failed_compilation_is_not_kept(tmp_path: Path, options: Options) -> None:

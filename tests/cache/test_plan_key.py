@@ -39,6 +39,7 @@ CHANGES: dict[str, Any] = {
     "refittable": True,
     "streams": "max",
     "memory_limit": 1000,
+    "reproducible": True,
 }
 
 

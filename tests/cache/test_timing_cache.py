@@ -18,22 +18,25 @@ from subprocesses import ROOT
 
 from nimblec.cache import timing_cache
 from nimblec.cache.timing_cache import CachedTimer, TimingCache
+from nimblec.planning import Measured
 from nimblert.plan import Command, Device, Launch, Memcpy, Memset, Plan, Pointer, Region, Wait
 
 
 class _CountingTimer:
     max_streams = 4
+    least_gain = 0.02
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_noisy: bool = False) -> None:
         self.calls = 0
+        self.is_noisy = is_noisy
 
-    def command_durations(self, plan: Plan) -> Sequence[int]:
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
         self.calls += 1
-        return [1000 * self.calls + i for i, _ in enumerate(self._work(plan))]
+        return Measured([1000 * self.calls + i for i, _ in enumerate(self._work(plan))], self.is_noisy)
 
-    def duration(self, plan: Plan) -> int:
+    def duration(self, plan: Plan) -> Measured[int]:
         self.calls += 1
-        return 10_000 * self.calls + len(plan.kernels)
+        return Measured(10_000 * self.calls + len(plan.kernels), self.is_noisy)
 
     def _work(self, plan: Plan) -> list[object]:
         return [c for c in plan.programs[0].commands if hasattr(c, "op")]
@@ -64,12 +67,33 @@ def test_a_time_that_is_known_is_not_replaced(tmp_path: Path) -> None:
     """Decisions were taken by it: a second compilation, which finds what is kept, has to take the same."""
     timer, plan = _CountingTimer(), cuda_plan()
     cached = CachedTimer(timer, TimingCache(tmp_path / "t.json"), Device(name="x"))
-    first = cached.command_durations(plan)
+    first = cached.command_durations(plan).ns
     program = plan.programs[0]
     longer = replace(plan, programs=(replace(program, commands=(*program.commands, NEW)),))
-    assert cached.command_durations(longer) == [*first, 2000 + len(first)]
+    assert cached.command_durations(longer).ns == [*first, 2000 + len(first)]
     assert timer.calls == 2
-    assert cached.command_durations(plan) == first
+    assert cached.command_durations(plan).ns == first
+
+
+def test_cache_keeps_no_noisy_times(tmp_path: Path) -> None:
+    """They would decide about every later compilation on a quiet machine."""
+    path, plan = tmp_path / "t.json", cuda_plan()
+    timer, cache = _CountingTimer(is_noisy=True), TimingCache(path)
+    cached = CachedTimer(timer, cache, Device(name="x"))
+    assert cached.duration(plan).is_noisy
+    assert cached.command_durations(plan).is_noisy
+    cache.save()
+    assert not path.exists()
+    timer.is_noisy = False
+    assert [cached.duration(plan).ns // 10_000 for _ in range(2)] == [3, 3]
+
+
+def test_cache_without_file_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = TimingCache(None)
+    cache["a"] = 1
+    cache.save()
+    assert (cache["a"], cache.notes, list(tmp_path.iterdir())) == (1, (), [])
 
 
 def test_code_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

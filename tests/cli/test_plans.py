@@ -50,6 +50,20 @@ def test_compile_prints_the_parts_and_the_stages(nimblec: CommandLine, tmp_path:
         assert words in done.out
 
 
+def test_reproducible_builds_are_equal_and_hold_no_times(nimblec: CommandLine, tmp_path: Path) -> None:
+    """Durations of commands are in every other plan, and no two of these are equal."""
+    built = []
+    for name in ("one.plan", "two.plan"):
+        done = nimblec("compile", DIGITS, "-o", tmp_path / name, "--target", "cpu", "--reproducible", "--no-plan-cache")
+        assert done.status == 0
+        built.append((tmp_path / name).read_bytes())
+    assert built[0] == built[1]
+    assert "No durations in the plan" in nimblec("inspect", tmp_path / "one.plan", "--timeline").out
+    cache = "--timing-cache", tmp_path / "t.json"
+    refused = nimblec.refused("compile", DIGITS, "-o", tmp_path / "d.plan", "--reproducible", *cache)
+    assert "cannot be used together" in refused
+
+
 def test_an_output_that_cannot_be_written_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for output in (tmp_path, tmp_path / "none" / "m.plan", tmp_path / "file" / "m.plan"):

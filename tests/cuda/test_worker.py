@@ -22,6 +22,7 @@ from nimblec.errors import MissingPackageError, UnsupportedModelError
 from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
 from nimblec.lean import DifferingOutput
+from nimblec.planning import Measured
 from nimblec.source import Source
 from nimblert.cuda import driver
 from nimblert.errors import CudaError
@@ -76,14 +77,15 @@ class Timer:
     """Of plans that take as long as they have commands."""
 
     max_streams = 4
+    least_gain = 0.02
 
-    def command_durations(self, plan: Plan) -> list[int]:
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
         """Nanoseconds of each command."""
-        return [1000] * len(plan.programs[0].commands)
+        return Measured([1000] * len(plan.programs[0].commands))
 
-    def duration(self, plan: Plan) -> int:
+    def duration(self, plan: Plan) -> Measured[int]:
         """Nanoseconds of a run."""
-        return 1000 * len(plan.programs[0].commands)
+        return Measured(1000 * len(plan.programs[0].commands))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -123,7 +125,12 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> Lean:
 
 
 def compiled(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *entries: str, level: int = 0, max_error: float | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *entries: str,
+    level: int = 0,
+    max_error: float | None = None,
+    reproducible: bool = False,
 ) -> tuple[list[dict[str, Any]], int]:
     """What is told of a compilation to ``folder / "plan"``, stages left out, and the status."""
 
@@ -148,6 +155,7 @@ def compiled(
         refittable=False,
         streams="auto",
         memory_limit=None,
+        reproducible=reproducible,
         timing_cache=folder / "times.json",
         sys_path=(),
     )
@@ -203,6 +211,21 @@ def test_memory_that_was_not_there_is_what_ends_a_compilation(monkeypatch: pytes
     told, status = compiled(monkeypatch, tmp_path, "main", level=1)
     full = "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY; the GPU has not enough free memory: close other plans and processes"
     assert (told, status) == ([{"error": "CudaError", "message": f"{full} that use it"}], 2)
+
+
+@pytest.mark.usefixtures("lean")
+def test_reproducible_build_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither does torch: cuDNN and Inductor would choose by times of their own."""
+    from torch._inductor import config
+
+    with config.patch({"deterministic": False, "triton.autotune_pointwise": True}):
+        torch.backends.cudnn.benchmark = True
+        monkeypatch.delattr(selection, "CudaTimer")
+        assert compiled(monkeypatch, tmp_path, "main", reproducible=True) == ([{"note": "1 models are known"}], 0)
+        assert (config.deterministic, config.triton.autotune_pointwise) == (True, False)
+        assert not torch.backends.cudnn.benchmark
+    assert not (tmp_path / "times.json").exists()
+    assert [command.duration_ns for _, command in container.read(tmp_path / "plan").programs[0].work] == [0]
 
 
 @pytest.mark.usefixtures("lean")

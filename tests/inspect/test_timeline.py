@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from plans import cpu_plan, cuda_plan, large_plan
 from programs import planned, with_program, work
 from rich.console import Console
-from schedule_cost import simulate
 
 from nimblec.cli.picture import picture
 from nimblec.inspect.dot import dot
@@ -22,6 +21,7 @@ from nimblec.inspect.trace import chrome_trace
 from nimblec.ir import Graph, Schedule
 from nimblec.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
+from nimblec.schedule.estimates import simulate
 from nimblec.schedule.memory import layout
 from nimblert.plan import Op, Plan, Program, Record, Wait
 

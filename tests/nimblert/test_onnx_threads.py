@@ -1,6 +1,7 @@
 """How many threads a CPU plan computes with, and where."""
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,31 @@ def test_a_plan_has_the_threads_that_it_is_given_and_gives_the_same_result(plan:
             with model.context() as context:  # over the same session
                 assert len(tasks() - before) == threads - 1
                 np.testing.assert_allclose(context(x), expected, rtol=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads as Linux lists them")
+def test_load_bounds_threads_of_streams(tmp_path: Path) -> None:
+    """A plan of three streams computed on three threads, whatever ``threads`` said."""
+    node = helper.make_node
+    branches = [node("Tanh", ["x"], ["a"]), node("Sin", ["x"], ["b"]), node("Cos", ["x"], ["c"])]
+    path = write_model(
+        tmp_path / "model.onnx",
+        [node("Neg", ["v"], ["x"]), *branches, node("Sum", ["a", "b", "c"], ["y"])],
+        [floats("v", SIZE, SIZE)],
+        [floats("y", SIZE, SIZE)],
+    )
+    plan = plan_file(path, streams=None)
+    assert plan.programs[0].stream_count == 3
+    x = np.random.default_rng(1).standard_normal((SIZE, SIZE)).astype(np.float32)
+    for threads in (1, 2, 3):
+        others = set(threading.enumerate())
+        with nimblert.load(plan, threads=threads) as model:
+            assert len(set(threading.enumerate()) - others) == threads - 1
+            np.testing.assert_allclose(model(x), np.tanh(-x) + np.sin(-x) + np.cos(-x), rtol=1e-5, atol=1e-6)
+    before = tasks()
+    with nimblert.load(plan, threads=1) as model:
+        assert len(model.profile({"v": x})) == 5
+        assert tasks() <= before
 
 
 def test_results_are_those_of_a_session_with_as_many_threads_bit_for_bit(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class GraphTimer:
         return self._chain(calls, flush=flush)
 
     def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        return 1000 * undisturbed(partial(self._replays, self._captured(calls), flush))
+        median, _ = undisturbed(partial(self._replays, self._captured(calls), flush))
+        return 1000 * median
 
     def _replays(self, graph: torch.cuda.CUDAGraph, flush: bool) -> list[float]:
         """Milliseconds of each of some replays."""

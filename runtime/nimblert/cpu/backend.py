@@ -163,7 +163,7 @@ class CpuBackend:
                 self._crowd, streams = None, [[*self._singly]]
             else:
                 self._crowd = self._sessions.crowd(self._program)
-                streams = [self._bind_streams((stream,)) for stream in range(self._program.stream_count)]
+                streams = [self._bind_streams(each) for each in self._sessions.streams_by_thread(self._program)]
         self._issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(self._issued, self._gates, self._options, failures, partial(_origin, self._program))

@@ -267,6 +267,11 @@ class SessionCache:
         divides = program.stream_count > 1 or any(s.pool.count > 1 for s in self.stretches(program).values())
         return self._crowd if divides else None
 
+    def streams_by_thread(self, program: Program) -> list[range]:
+        """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""
+        most = None if self._crowd is not None else self._threads[0]
+        return onnx_threads.streams_by_thread(program.stream_count, most)
+
     def bind_stretch(self, program: Program, stretch: Stretch, memory: HostMemory, options: Any) -> "partial[object]":
         """A call that runs launches of the program in ``memory``, as `bind` does."""
         index = stretch.launches[0]
@@ -280,7 +285,7 @@ class SessionCache:
 
         Raises PlanInvalidError where kernel and launch do not fit.
         """
-        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], self._launch_count)
+        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], self._launch_count, self._threads[0])
         return self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=False)
 
     @cached_property

@@ -67,7 +67,7 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
 
 def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
     """A pool for each session of a program, given the kernels of each."""
-    large = [any(map(_is_large, of_one)) for of_one in kernels]
+    large = [any(map(is_large, of_one)) for of_one in kernels]
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
     waiting = Waiting.SPINNING if sum(large) == 1 else Waiting.SPINNING_IN_RUNS
@@ -76,13 +76,19 @@ def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, 
     return tuple(pool if one else Pool() for one in large)
 
 
-def pool_of_one(kernel: Kernel, sessions: int) -> Pool:
-    """The pool of one of many sessions that run one kernel each, and one at a time."""
-    return Pool(count=max(1, min(cores(), _BUDGET // max(sessions, 1)))) if _is_large(kernel) else Pool()
+def pool_of_one(kernel: Kernel, sessions: int, count: int) -> Pool:
+    """Return the pool of one of many sessions that run one kernel each, one at a time, on at most ``count`` threads."""
+    return Pool(count=max(1, min(count, _BUDGET // max(sessions, 1)))) if is_large(kernel) else Pool()
 
 
-def _is_large(kernel: Kernel) -> bool:
-    """Whether several threads are faster despite the time to wake them."""
+def streams_by_thread(streams: int, most: int | None) -> list[range]:
+    """Return the streams that each thread of a program runs: one each, or more where there may be ``most`` threads."""
+    count = min(streams, most or streams)
+    return [range(first, streams, count) for first in range(count)]
+
+
+def is_large(kernel: Kernel) -> bool:
+    """Return whether several threads run a kernel faster, despite the time to wake them."""
     touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
     return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in STEPPED
 

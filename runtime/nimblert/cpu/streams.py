@@ -1,4 +1,6 @@
-"""The streams of a CPU program: the caller runs the first, and a thread of its own each other one.
+"""The streams of a CPU program: the calling thread runs the first, and a thread of its own each other one.
+
+Where `load(threads=)` allows fewer threads than there are streams, several streams are one here, in issue order.
 
 A run can be interrupted anywhere: Ctrl-C raises KeyboardInterrupt at any bytecode of the main thread. So nothing here
 relies on two statements both being executed: a wait can be repeated, and a signal sent twice. And the caller never
