@@ -295,7 +295,8 @@ def test_accuracy_allows_what_rounding_does(factor: float, differs: float, refus
 
 def test_max_error_bounds_the_difference_from_pytorch() -> None:
     module, x = torch.nn.Linear(300, 300), torch.randn(5, 300)
-    with pytest.raises(CompileError, match=r"^the module: ONNX Runtime differs from PyTorch by at most .* and --max-error allows 1e-12"):
+    said = r"^the module: ONNX Runtime differs from PyTorch by at most .* and --max-error allows 1e-12"
+    with pytest.raises(CompileError, match=said):
         nimblec.compile(module, x, target="cpu", max_error=1e-12)
 
 
