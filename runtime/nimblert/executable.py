@@ -309,7 +309,7 @@ def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
-        if unordered := tuple(hazards(loaded, limits)):
+        if unordered := tuple(hazards(loaded, limits, target=plan.target)):
             raise PlanInvalidError(unordered)
     return selected
 
