@@ -45,9 +45,9 @@ def drawn(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
 
 
-@pytest.mark.parametrize("strides", [(5, 1), (1, 4), (8, 1), (3, 20)])
+@pytest.mark.parametrize("strides", [(5, 1), (1, 4)])
 def test_an_empty_input_can_be_bound(strides: tuple[int, int]) -> None:
-    """In C order, in the other, and with gaps."""
+    """In C order, and in the other."""
     source, target = (
         Tensor(name=name, dtype="float32", shape=(4, 5), strides=strides, pointer=Pointer(region=region))
         for name, region in (("x", Region.INPUT), ("y", Region.OUTPUT))
