@@ -1,0 +1,87 @@
+"""Well-formed CPU plans of one ONNX node, and changes that give them a hostile meaning."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import ModelProto, NodeProto, helper
+
+from fuzz import wrapped
+from nimblert.errors import PlanInvalidError
+from nimblert.files import container
+from nimblert.plan import Access, Launch, Memset, Module, Plan, Pointer, Region
+
+node = helper.make_node
+
+
+def node_plan(
+    *inputs: np.ndarray, call: NodeProto, outputs: Sequence[tuple[str, tuple[int, ...]]], kind: str, opset: int = 18
+) -> Plan:
+    """Return the plan of one node; its inputs, in order, are weights of the plan that are passed as ``kind`` says."""
+    arrays = dict(zip(dict.fromkeys(filter(None, call.input)), inputs, strict=True))
+    made = [wrapped.output(i, call.output[i], dtype, shape) for i, (dtype, shape) in enumerate(outputs)]
+    call.overload = ""
+    call.domain = call.domain or ""
+    return wrapped.plan_of(call, 1 if call.domain else opset, arrays, dict.fromkeys(arrays, kind), made)
+
+
+def gather_plan(kind: str = "external") -> Plan:
+    """Return the plan of y = w[i], four rows of eight numbers."""
+    w, i = np.ones((4, 8), np.float32), np.array([0, 1, 2, 3])
+    return node_plan(w, i, call=node("Gather", ["w", "i"], ["y"]), outputs=[("float32", (4, 8))], kind=kind)
+
+
+def with_model(plan: Plan, change: Callable[[ModelProto], object]) -> Plan:
+    """Return the plan with a changed model of its kernel."""
+    model = ModelProto.FromString(bytes(plan.modules[0].code))
+    change(model)
+    code = memoryview(model.SerializeToString(deterministic=True))
+    return replace(plan, modules=(Module(origin=plan.modules[0].origin, code=code),))
+
+
+def with_parameter(plan: Plan, index: int, **changes: Any) -> Plan:
+    """Return the plan with other fields of one parameter of its kernel."""
+    (kernel,) = plan.kernels
+    parameters = list(kernel.parameters)
+    parameters[index] = replace(parameters[index], **changes)
+    return replace(plan, kernels=(replace(kernel, parameters=tuple(parameters)),))
+
+
+def with_program(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with other fields of its first program."""
+    return replace(plan, programs=(replace(plan.programs[0], **changes),))
+
+
+def with_launch(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with other fields of its only launch."""
+    (launch,) = plan.programs[0].commands
+    assert isinstance(launch, Launch)
+    return with_program(plan, commands=(replace(launch, **changes),))
+
+
+def refusal(plan: Plan) -> str:
+    """Return what reading the file of the plan says."""
+    image = memoryview(container.encode_file(plan))
+    with pytest.raises(PlanInvalidError) as caught:
+        container.parse(image, "file")
+    return "; ".join(caught.value.problems)
+
+
+def over_its_operand(operator: str, shapes: Sequence[tuple[int, ...]], over: int, shift: int = 0) -> Plan:
+    """Return the plan of a node whose output (4, 8) lies in the arena ``shift`` bytes from one of its operands."""
+    names = ["a", "b", "c"][: len(shapes)]
+    dtypes = [np.int64 if operator.startswith("Scatter") and i == 1 else np.float32 for i in range(len(names))]
+    arrays = [np.ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    plan = node_plan(*arrays, call=node(operator, names, ["y"]), outputs=[("float32", (4, 8))], kind="input")
+    (launch,) = plan.programs[0].commands
+    assert isinstance(launch, Launch)
+    places = [Pointer(region=Region.ARENA, offset=512 * (i + 1)) for i in range(len(names))]
+    places.append(replace(places[over], offset=places[over].offset + shift))
+    moved = tuple(replace(r, pointer=p) for r, p in zip(launch.relocations, places, strict=True))
+    sizes = [array.nbytes for array in arrays] + [128]
+    accesses = [Access(pointer=p, nbytes=n) for p, n in zip(places, sizes, strict=True)]
+    fill = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1024)
+    over_it = replace(launch, relocations=moved, reads=tuple(accesses[:-1]), writes=tuple(accesses[-1:]))
+    return with_program(plan, commands=(fill, over_it), arena_nbytes=4096)
