@@ -1,12 +1,15 @@
 """Well-formed CPU plans of one ONNX node, and changes that give them a hostile meaning."""
 
-from collections.abc import Callable, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, helper
+from subprocesses import python
 
 from fuzz import wrapped
 from nimblert.errors import PlanInvalidError
@@ -85,3 +88,17 @@ def over_its_operand(operator: str, shapes: Sequence[tuple[int, ...]], over: int
     fill = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1024)
     over_it = replace(launch, relocations=moved, reads=tuple(accesses[:-1]), writes=tuple(accesses[-1:]))
     return with_program(plan, commands=(fill, over_it), arena_nbytes=4096)
+
+
+def outcomes(folder: Path, plans: Iterable[Plan]) -> dict[str, int]:
+    """Load and run plans in a process of its own, whose memory ends where a tensor does; count their outcomes.
+
+    A crash, a hang or an exception that is not of nimblert fails the test.
+    """
+    files = []
+    for i, plan in enumerate(plans):
+        files.append(folder / f"{i}.plan")
+        files[-1].write_bytes(container.encode_file(plan))
+    said = python("import runpy; runpy.run_module('fuzz.corpus', run_name='__main__')", *files)
+    counted: dict[str, int] = literal_eval(said[said.rindex("{") : said.rindex("}") + 1])
+    return counted
