@@ -14,6 +14,7 @@ from hostile_plans import (
     gather_plan,
     node_plan,
     over_its_operand,
+    placed,
     refusal,
     with_launch,
     with_model,
@@ -33,7 +34,6 @@ from nimblert.errors import PlanInvalidError
 from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import (
-    Access,
     Fit,
     Launch,
     Memset,
@@ -340,14 +340,9 @@ def test_a_workspace_of_many_times_the_tensors_is_refused() -> None:
 
 def test_an_output_over_the_inputs_of_its_launch_is_refused() -> None:
     plan = gather_plan("input")
-    (launch,) = plan.programs[0].commands
-    assert isinstance(launch, Launch)
     arena = [Pointer(region=Region.ARENA, offset=offset) for offset in (1024, 0, 8)]
-    moved = tuple(replace(r, pointer=p) for r, p in zip(launch.relocations, arena, strict=True))
-    accesses = [Access(pointer=p, nbytes=n) for p, n in zip(arena, (128, 32, 128), strict=True)]
     fill = Memset(stream=0, op=0, dst=arena[1], value=0, element_nbytes=4, count=512)
-    over = replace(launch, relocations=moved, reads=tuple(accesses[:2]), writes=tuple(accesses[2:]))
-    sentence = refusal(with_program(plan, commands=(fill, over), arena_nbytes=2048))
+    sentence = refusal(with_program(plan, commands=(fill, placed(plan, arena)), arena_nbytes=2048))
     assert "ARENA(0) is written from 8 to 32, and used otherwise too" in sentence
 
 

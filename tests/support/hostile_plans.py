@@ -64,6 +64,21 @@ def with_launch(plan: Plan, **changes: Any) -> Plan:
     return with_program(plan, commands=(replace(launch, **changes),))
 
 
+def placed(plan: Plan, pointers: Sequence[Pointer]) -> Launch:
+    """Return the only launch of a plan of `node_plan` with its parameters elsewhere."""
+    (launch,) = plan.programs[0].commands
+    assert isinstance(launch, Launch)
+    accesses = zip((*launch.reads, *launch.writes), pointers, strict=True)
+    moved = tuple(Access(pointer=pointer, nbytes=access.nbytes) for access, pointer in accesses)
+    relocations = zip(launch.relocations, pointers, strict=True)
+    return replace(
+        launch,
+        relocations=tuple(replace(relocation, pointer=pointer) for relocation, pointer in relocations),
+        reads=moved[: len(launch.reads)],
+        writes=moved[len(launch.reads) :],
+    )
+
+
 def refusal(plan: Plan) -> str:
     """Return what reading the file of the plan says."""
     image = memoryview(container.encode_file(plan))
@@ -78,16 +93,10 @@ def over_its_operand(operator: str, shapes: Sequence[tuple[int, ...]], over: int
     dtypes = [np.int64 if operator.startswith("Scatter") and i == 1 else np.float32 for i in range(len(names))]
     arrays = [np.ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     plan = node_plan(*arrays, call=node(operator, names, ["y"]), outputs=[("float32", (4, 8))], kind="input")
-    (launch,) = plan.programs[0].commands
-    assert isinstance(launch, Launch)
     places = [Pointer(region=Region.ARENA, offset=512 * (i + 1)) for i in range(len(names))]
     places.append(replace(places[over], offset=places[over].offset + shift))
-    moved = tuple(replace(r, pointer=p) for r, p in zip(launch.relocations, places, strict=True))
-    sizes = [array.nbytes for array in arrays] + [128]
-    accesses = [Access(pointer=p, nbytes=n) for p, n in zip(places, sizes, strict=True)]
     fill = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1024)
-    over_it = replace(launch, relocations=moved, reads=tuple(accesses[:-1]), writes=tuple(accesses[-1:]))
-    return with_program(plan, commands=(fill, over_it), arena_nbytes=4096)
+    return with_program(plan, commands=(fill, placed(plan, places)), arena_nbytes=4096)
 
 
 def outcomes(folder: Path, plans: Iterable[Plan]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, islice
 from math import prod
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -30,7 +30,7 @@ from nimblert.embedded.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.embedded.protobuf import Budget
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.files.scratch import scratch_folder
-from nimblert.limits import DEFAULT_LIMITS
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.dataflow import dataflow
 from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 
@@ -209,10 +209,13 @@ class SessionCache:
     of a signal handler comes between it and the block.
     """
 
-    def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
+    def __init__(
+        self, plan: Plan, weights: HostWeights, threads: Threads | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
         self._plan = plan
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
+        self._limits = limits
         self._crowd = onnx_threads.cores() if threads is None else None
         self._codes: dict[int, _Code] = {}
         """By the index of a kernel, which shares its module with no other."""
@@ -227,7 +230,7 @@ class SessionCache:
 
     def over(self, weights: HostWeights) -> "SessionCache":
         """A cache over other weights, with the sessions that read none of the changed ones."""
-        made = SessionCache(self._plan, weights)
+        made = SessionCache(self._plan, weights, limits=self._limits)
         made._threads, made._crowd = self._threads, self._crowd
         made._codes, made._stretches = self._codes, self._stretches
         made._sessions |= {
@@ -256,9 +259,15 @@ class SessionCache:
             self._weights.let_go()
 
     def stretches(self, program: Program) -> Mapping[int, Stretch]:
-        """The stretches of a program by the index of their first launch."""
+        """The stretches of a program by the index of their first launch.
+
+        Raises PlanInvalidError where these and those of the programs before are beyond the limit.
+        """
         if id(program) not in self._stretches:
-            joined = list(self._joined(program))
+            joined = list(islice(self._joined(program), self._limits.sessions + 1))
+            if sum(len(found) for _, found in self._stretches.values()) + len(joined) > self._limits.sessions:
+                limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
+                raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
             kernels = [[part.kernel for part in parts] for parts, _ in joined]
             pools = onnx_threads.pools(kernels, program.stream_count, self._threads)
             self._stretches[id(program)] = (
