@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
 
+from nimblec.cache import ownership
 from nimblec.gpu_turn import lock
 from nimblec.planning import Timer
 from nimblert.errors import NimbleError, raised_by_handler
@@ -58,12 +59,13 @@ class TimingCache:
         if not self._new:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            ownership.make_folder(self._path.parent)
             with _alone(destination(self._path).parent):
                 known = self._read()
                 if known is not None:
                     with replacing(self._path) as file:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
+                        os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~0o022)
         except (NimbleError, OSError) as exc:
             if raised_by_handler(exc):
                 raise
@@ -71,14 +73,17 @@ class TimingCache:
             self._note(f"not kept, and will be measured again: {reason}")
 
     def _read(self) -> dict[str, int] | None:
-        """The plausible times in the file; None where it is somebody's."""
+        """The plausible times in the file; None where it is somebody's, or others may write it."""
         try:
             if self._path.exists() and not self._path.is_file():
                 self._note("is not a regular file, and is left alone")
                 return {}
-            content = self._path.read_bytes().lstrip()
-            if content and not content.startswith((b"{", b"[")):
-                self._note("is no timing cache, and is left alone: name another file")
+            path = Path(os.path.realpath(self._path))
+            unsafe = ownership.problem(path.parent) or ownership.problem(path)
+            content = b"" if unsafe else path.read_bytes().lstrip()
+            if unsafe or (content and not content.startswith((b"{", b"["))):
+                foreign = "is no timing cache, and is left alone: name another file"
+                self._note(f"not used: {unsafe}" if unsafe else foreign)
                 return None
             found = json.loads(content.decode() or "{}")
         except FileNotFoundError:
