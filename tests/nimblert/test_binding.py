@@ -183,6 +183,16 @@ def test_what_is_no_memory_of_the_caller_takes_no_output(model: Executable) -> N
     assert taken == bound == model(x)[2] != 0
 
 
+@pytest.mark.parametrize("names", ["xy", "yx", "yz"])
+def test_bind_refuses_memory_of_another_bound_array(model: Executable, names: str) -> None:
+    """Whichever comes first: a kernel would write what it, or another one, still reads."""
+    room = np.zeros((6, 8), np.float32)
+    first, second = names
+    model.bind(first, room[:4])
+    with pytest.raises(InputError, match=f"bind '{second}': shares memory with what '{first}' is bound to"):
+        model.bind(second, room[2:])
+
+
 def test_arrays_are_given_by_name(model: Executable) -> None:
     array = np.zeros(SHAPE, np.float32)
     for out, kind in (([array], "list"), (array, "ndarray")):

@@ -286,6 +286,7 @@ CUDA_MISTAKES = [
         [f"{C}[4].src: 64 bytes at 200 lie outside STATE(0) (256 bytes)"],
     ),
     (command(4, src=plans.pointer(Region.ARENA, 449)), [f"{C}[4].dst: overlaps src"]),
+    (command(4, src=plans.pointer(Region.ARENA, 575)), [f"{C}[4].dst: overlaps src"]),
     (
         command(4, dst=plans.pointer(Region.WEIGHTS)),
         [f"{C}[4].dst: is in WEIGHTS, which no run changes"],
