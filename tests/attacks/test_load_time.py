@@ -9,6 +9,7 @@ from hostile_plans import node_plan, placed, with_program
 from onnx import helper
 
 import nimblert
+from fuzz import wrapped
 from nimblert.errors import PlanInvalidError
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Memset, Plan, Pointer, Region
@@ -77,3 +78,26 @@ def test_load_refuses_very_many_sessions_in_time() -> None:
     with pytest.raises(PlanInvalidError, match=f"more sessions than the limit, {DEFAULT_LIMITS.sessions}"):
         nimblert.load(plan)
     assert time.process_time() - begin < 8
+
+
+@pytest.mark.slow
+def test_load_takes_as_many_sessions_as_the_limit_in_time() -> None:
+    """Each over a weight of its own: equal sessions are shared."""
+    count = DEFAULT_LIMITS.sessions
+    arrays = dict.fromkeys("xw", np.ones(4, np.float32))
+    call = node("Add", ["x", "w"], ["y"], domain="", overload="")
+    outputs = [wrapped.output(0, "y", "float32", (4,))]
+    plan = wrapped.plan_of(call, 18, arrays, {"x": "input", "w": "external"}, outputs)
+    x, w = plan.weights
+    many = [replace(w, name=f"w{i}", offset=256 * (i + 1)) for i in range(count)]
+    fill = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=1, count=1)
+    x_at, y_at = Pointer(region=Region.WEIGHTS), Pointer(region=Region.OUTPUT)
+    launches = [placed(plan, [x_at, Pointer(region=Region.WEIGHTS, offset=weight.offset), y_at]) for weight in many]
+    commands = tuple(command for launch in launches for command in (launch, fill))
+    plan = replace(
+        with_program(plan, commands=commands, arena_nbytes=1), weights=(x, *many), weights_nbytes=256 * (count + 1)
+    )
+    begin = time.process_time()
+    with nimblert.load(plan, threads=1) as model:
+        assert model.run({})["y"].tolist() == [2] * 4
+    assert time.process_time() - begin < 30

@@ -16,6 +16,7 @@ from hostile_plans import (
     over_its_operand,
     placed,
     refusal,
+    two_streams_plan,
     with_launch,
     with_model,
     with_parameter,
@@ -30,22 +31,18 @@ from nimblec.errors import UnsupportedModelError
 from nimblert.embedded import onnx_trust
 from nimblert.embedded.onnx_model import Attribute
 from nimblert.embedded.onnx_trust import Call
-from nimblert.errors import PlanInvalidError
 from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import (
     Fit,
-    Launch,
     Memset,
     ParameterKind,
     Plan,
     Pointer,
     Program,
-    Record,
     Region,
     Role,
     Tensor,
-    Wait,
 )
 from nimblert.rules import verify
 
@@ -413,36 +410,6 @@ def test_accesses_that_are_not_what_the_relocations_say_are_refused(what: str) -
     assert f"commands[0].{what}: are not what the relocations point to" in sentence
 
 
-@pytest.fixture
-def two_streams(tmp_path: Path) -> Plan:
-    """Two chains of products beside one another, and their sum."""
-    nodes, constants = [], {}
-    for chain in "ab":
-        before = "x"
-        for i in range(3):
-            constants[f"w{chain}{i}"] = RNG.standard_normal((16, 16)).astype(np.float32)
-            nodes.append(node("MatMul", [before, f"w{chain}{i}"], [f"m{chain}{i}"]))
-            before = f"m{chain}{i}"
-    nodes.append(node("Add", ["ma2", "mb2"], ["y"]))
-    path = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2, 16)], [floats("y", 2, 16)], constants=constants)
-    plan = plan_file(path, streams=None)
-    assert plan.programs[0].stream_count == 2
-    return plan
-
-
-@pytest.mark.parametrize("emptied", [False, True])
-def test_load_refuses_streams_that_do_not_wait(two_streams: Plan, tmp_path: Path, emptied: bool) -> None:
-    commands = [c for c in two_streams.programs[0].commands if not isinstance(c, Wait | Record)]
-    if emptied:
-        commands = [replace(c, reads=(), writes=()) if isinstance(c, Launch) else c for c in commands]
-    racy = with_program(two_streams, commands=tuple(commands), event_count=0)
-    path = tmp_path / "racy.plan"
-    path.write_bytes(container.encode_file(racy))
-    for source in (racy, path):
-        with pytest.raises(PlanInvalidError, match="not what the relocations" if emptied else "nothing orders"):
-            nimblert.load(source)
-
-
 def tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str = "float32") -> Tensor:
     return Tensor(name="y", dtype=dtype, shape=shape, strides=strides, pointer=Pointer(region=Region.OUTPUT))
 
@@ -486,7 +453,8 @@ def test_ceilings_are_kept(limits: Limits, sentence: str) -> None:
     assert any(sentence in problem for problem in verify.problems(gather_plan(), limits))
 
 
-def test_waits_and_events_have_ceilings_too(two_streams: Plan) -> None:
+def test_waits_and_events_have_ceilings_too(tmp_path: Path) -> None:
+    two_streams = two_streams_plan(tmp_path)
     assert not list(verify.problems(two_streams))
     found = [*verify.problems(two_streams, Limits(events=0)), *verify.problems(two_streams, Limits(clocks=1))]
     assert [sentence.split(",")[0] for sentence in found] == [

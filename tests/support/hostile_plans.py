@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_plans import floats, plan_file, write_model
 from onnx import ModelProto, NodeProto, helper
 from subprocesses import python
 
@@ -77,6 +78,23 @@ def placed(plan: Plan, pointers: Sequence[Pointer]) -> Launch:
         reads=moved[: len(launch.reads)],
         writes=moved[len(launch.reads) :],
     )
+
+
+def two_streams_plan(folder: Path) -> Plan:
+    """Return the plan of two chains of products beside one another, and of their sum."""
+    nodes, constants = [], {}
+    rng = np.random.default_rng(0)
+    for chain in "ab":
+        before = "x"
+        for i in range(3):
+            constants[f"w{chain}{i}"] = rng.standard_normal((16, 16)).astype(np.float32)
+            nodes.append(node("MatMul", [before, f"w{chain}{i}"], [f"m{chain}{i}"]))
+            before = f"m{chain}{i}"
+    nodes.append(node("Add", ["ma2", "mb2"], ["y"]))
+    path = write_model(folder / "m.onnx", nodes, [floats("x", 2, 16)], [floats("y", 2, 16)], constants=constants)
+    plan = plan_file(path, streams=None)
+    assert plan.programs[0].stream_count == 2
+    return plan
 
 
 def refusal(plan: Plan) -> str:
