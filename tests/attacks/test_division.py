@@ -29,13 +29,13 @@ def divided(operator: str, dtype: str, kinds: tuple[str, str]) -> Plan:
     return wrapped.plan_of(call, 18, arrays, dict(zip("ab", kinds, strict=True)), [wrapped.output(0, "y", dtype, (4,))])
 
 
-def test_divisions_that_overflow_fail_the_run(tmp_path: Path) -> None:
+def test_run_fails_where_a_division_overflows(tmp_path: Path) -> None:
     hostile = [divided(*case) for case in product(("Div", "Mod"), LEAST, product(wrapped.KINDS, repeat=2))]
     assert outcomes(tmp_path, hostile) == {"fails": len(hostile)}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_division_that_overflows_is_named(tmp_path: Path, threads: int) -> None:
+def test_run_names_a_division_that_overflows(tmp_path: Path, threads: int) -> None:
     """Only an element that is both the least and divided by -1 fails the run."""
     path = write_model(
         tmp_path / "m.onnx",
@@ -68,7 +68,7 @@ def test_a_division_that_overflows_is_named(tmp_path: Path, threads: int) -> Non
         (TensorProto.FLOAT, "x", "x", 1),
     ],
 )
-def test_launches_of_safe_divisions_share_a_session(
+def test_sessions_are_shared_with_safe_divisions_only(
     tmp_path: Path, dtype: int, dividend: str, divisor: str, sessions: int
 ) -> None:
     """The operands of other divisions must be looked at before they run."""
@@ -120,7 +120,7 @@ IN_BODIES = [
 
 
 @pytest.mark.parametrize(("nodes", "constant", "safe"), IN_BODIES, ids=[nodes[:60] for nodes, *_ in IN_BODIES])
-def test_a_division_in_a_body_needs_a_constant_or_floats(nodes: str, constant: object, safe: bool) -> None:
+def test_verify_refuses_division_of_integers_in_a_body(nodes: str, constant: object, safe: bool) -> None:
     """Nobody can look at the operands of a node in a body."""
     loop = onnx.parser.parse_node(
         "last = Loop (n, yes, v) <body = step (int64 i, bool go, int64[1] w) => (bool on, int64[1] then)"
@@ -138,7 +138,7 @@ def test_a_division_in_a_body_needs_a_constant_or_floats(nodes: str, constant: o
         assert "divides integers in the body of a loop or branch" in refusal(plan)
 
 
-def test_operators_for_bodies_give_the_dtype_of_an_input() -> None:
+def test_division_knows_operators_that_change_the_dtype() -> None:
     """`division` tells integers in bodies by that, in every version of every operator, but those that it names."""
     named = {"Cast", "ConstantOfShape", "If", "Loop", "Scan"} | division._INTEGERS | division._ELEMENTS
     for schema in onnx.defs.get_all_schemas_with_history():

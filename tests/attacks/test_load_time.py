@@ -47,7 +47,7 @@ def test_load_takes_many_values_of_a_launch_in_time() -> None:
         assert not model.run({})["y"].any()
 
 
-def test_verify_takes_many_parameters_of_an_operator_in_place_in_time() -> None:
+def test_verify_takes_many_parameters_in_time() -> None:
     """Its outputs are compared with its operands although Add has one output: squared, these take half a minute."""
     names = [f"y{i}" for i in range(20_000)]
     call = node("Add", ["x", "x"], names)

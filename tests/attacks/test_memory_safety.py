@@ -48,7 +48,7 @@ CALLS: list[tuple[NodeProto, Shape]] = [
 @pytest.mark.parametrize("kind", ["external", "input"])
 @pytest.mark.parametrize(("needed", "claimed"), DTYPES, ids=str)
 @pytest.mark.parametrize(("call", "output"), CALLS, ids=lambda value: getattr(value, "op_type", ""))
-def test_a_parameter_of_another_dtype_than_its_model_has_is_refused(
+def test_verify_refuses_another_dtype_than_the_model_has(
     call: NodeProto, output: Shape, needed: str, claimed: str, kind: str
 ) -> None:
     """ONNX Runtime takes the memory for what the model says: it reads or writes past the region."""
@@ -111,7 +111,7 @@ SMALLER: list[tuple[NodeProto, list[Any], list[Any], Shape]] = [
 
 @pytest.mark.parametrize("kind", ["external", "input"])
 @pytest.mark.parametrize(("call", "needed", "claimed", "output"), SMALLER, ids=[case[0].op_type for case in SMALLER])
-def test_a_parameter_of_another_shape_than_its_model_has_is_refused(
+def test_verify_refuses_another_shape_than_the_model_has(
     call: NodeProto, needed: Any, claimed: Any, output: Shape, kind: str
 ) -> None:
     what = "initializers" if kind == "external" else "inputs"
@@ -121,7 +121,7 @@ def test_a_parameter_of_another_shape_than_its_model_has_is_refused(
 
 
 @pytest.mark.parametrize("value", [100, 3000, 1 << 40])
-def test_an_output_over_its_indices_is_refused(value: int) -> None:
+def test_verify_refuses_output_over_its_indices(value: int) -> None:
     """Gather would write numbers over indices that it has checked and not yet used."""
     call = node("Gather", ["w", "i"], ["y"])
     w, i = np.full(4, value), np.zeros(64, np.int64)
@@ -135,7 +135,7 @@ def test_an_output_over_its_indices_is_refused(value: int) -> None:
     )
 
 
-def test_an_output_over_the_end_of_a_long_operand_is_refused() -> None:
+def test_verify_refuses_output_over_end_of_long_operand() -> None:
     """A shorter operand lies between the start of the long one and the output."""
     x, mask = np.ones((4, 8), np.float32), np.ones((4, 8), bool)
     call = node("Where", ["m", "x", "z"], ["y"])
@@ -149,7 +149,7 @@ def test_an_output_over_the_end_of_a_long_operand_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attribute", ["scan_input_axes", "scan_output_axes"])
-def test_a_scan_along_other_axes_is_refused_in_a_body(attribute: str) -> None:
+def test_verify_refuses_axes_of_a_scan_in_a_body(attribute: str) -> None:
     """Its sizes are not known there, and the kernel divides by one of them."""
 
     def nested(axis: int) -> Plan:
