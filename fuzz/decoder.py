@@ -63,7 +63,7 @@ def judge(file: bytes) -> str:
     except PlanError:
         return "refused"
     for program in plan.programs:
-        list(hazards(program))
+        list(hazards(program, target=plan.target))
     return "read"
 
 

@@ -79,7 +79,7 @@ def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
     kernels continuously lets others in.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, turnstile = path.open("wb"), path.with_name(f"{path.name}.next").open("wb")
     except OSError as exc:
         if raised_by_handler(exc):

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
 
+from nimblec.cache import ownership
 from nimblec.cache.plan_key import digest_of, find_key
 from nimblec.ir import BUSY
 from nimblec.options import Options
@@ -116,12 +117,13 @@ class PlanCache:
     def problem(self) -> str | None:
         """Why the folder cannot be used; None if it can."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            ownership.make_folder(self._folder)
+            found = ownership.problem(self._folder)
         except OSError as exc:
             if raised_by_handler(exc):
                 raise
-            return f"plan cache {self._folder}: not used: {exc.strerror}; --no-plan-cache leaves it out"
-        return None
+            found = exc.strerror
+        return found and f"plan cache {self._folder}: not used: {found}; --no-plan-cache leaves it out"
 
     def copy(self, key: str, output: Path) -> tuple[Record | None, str | None]:
         """Copy the plan with this key to ``output``; returns its record, or None and a note on a damaged entry.
@@ -156,6 +158,8 @@ class PlanCache:
                 shutil.copyfile(plan, copy)
                 record = Record(key=key, sha256=digest_of(copy), seconds=seconds, notes=notes)
                 said.write_text(json.dumps(asdict(record)))
+                for file in (copy, said):
+                    file.chmod(file.stat().st_mode & ~0o022)
                 copy.replace(self._folder / f"{key}.plan")
                 said.replace(self._folder / f"{key}.json")
             self._make_room()
@@ -189,7 +193,9 @@ def _check_copy(record: Record, key: str, copy: Path, kept: Path) -> None:
 
 
 def _check_regular(*paths: Path) -> None:
-    """Raise ValueError for what is not a regular file: opening a pipe may block forever."""
+    """Raise ValueError for a file that others may write, and one that is not regular: a pipe may block forever."""
     for path in paths:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ValueError(f"{path}: not a regular file")
+        if found := ownership.problem(path):
+            raise ValueError(found)

@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median_low
 
+from nimblec.cache import ownership
 from nimblec.gpu_turn import lock
 from nimblec.planning import Measured, Timer
 from nimblert.errors import NimbleError, raised_by_handler
@@ -60,12 +61,13 @@ class TimingCache:
         if not self._new or self._path is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            ownership.make_folder(self._path.parent)
             with _alone(destination(self._path).parent):
                 known = self._read(self._path)
                 if known is not None:
                     with replacing(self._path) as file:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
+                        os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~0o022)
         except (NimbleError, OSError) as exc:
             if raised_by_handler(exc):
                 raise
@@ -73,14 +75,17 @@ class TimingCache:
             self._note(f"not kept, and will be measured again: {reason}")
 
     def _read(self, path: Path) -> dict[str, int] | None:
-        """The plausible times in the file; None where it is somebody's."""
+        """The plausible times in the file; None where it is somebody's, or others may write it."""
         try:
             if path.exists() and not path.is_file():
                 self._note("is not a regular file, and is left alone")
                 return {}
-            content = path.read_bytes().lstrip()
-            if content and not content.startswith((b"{", b"[")):
-                self._note("is no timing cache, and is left alone: name another file")
+            path = Path(os.path.realpath(path))
+            unsafe = ownership.problem(path.parent) or ownership.problem(path)
+            content = b"" if unsafe else path.read_bytes().lstrip()
+            if unsafe or (content and not content.startswith((b"{", b"["))):
+                foreign = "is no timing cache, and is left alone: name another file"
+                self._note(f"not used: {unsafe}" if unsafe else foreign)
                 return None
             found = json.loads(content.decode() or "{}")
         except FileNotFoundError:

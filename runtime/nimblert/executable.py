@@ -54,6 +54,7 @@ class Executable(Context):
         arena: Arena | None = None,
         threads: Threads | None = None,
         poison: bool = False,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         """``plan`` must be valid; see `load`, which checks it and documents the arguments."""
         self.device = device
@@ -63,7 +64,7 @@ class Executable(Context):
         self._spares_left = 2 * cores() - 1 if cores() > 1 else 0  # with two per core, no core idles between calls
         self._making_spares = Guard(self._noun)
         _check_arena(arena, plan, device)
-        resident = _resident(plan, device, threads)
+        resident = _resident(plan, device, threads, limits)
         self._given_back = ExitStack()
         self._given_back.callback(resident.close)
         try:
@@ -275,7 +276,7 @@ def load(
         from nimblert import telemetry  # which other processes need not import
 
         telemetry.observe_by_environment()
-    make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm)
+    make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
     if isinstance(plan, Plan):
         return make(checked(plan, program, limits))
     image, path = container.open_image(plan, copy=copy), container.name(plan)
@@ -309,7 +310,7 @@ def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
-        if unordered := tuple(hazards(loaded, limits)):
+        if unordered := tuple(hazards(loaded, limits, target=plan.target)):
             raise PlanInvalidError(unordered)
     return selected
 
@@ -339,8 +340,9 @@ def _loaded(
     threads: Threads | None,
     poison: bool,
     warm: bool,
+    limits: Limits,
 ) -> Executable:
-    executable = Executable(plan, device=device, arena=arena, threads=threads, poison=poison)
+    executable = Executable(plan, device=device, arena=arena, threads=threads, poison=poison, limits=limits)
     if warm:
         try:
             executable.warm()
@@ -350,14 +352,14 @@ def _loaded(
     return executable
 
 
-def _resident(plan: Plan, device: int, threads: Threads | None) -> Resident:
+def _resident(plan: Plan, device: int, threads: Threads | None, limits: Limits) -> Resident:
     """Code and weights of a plan on its target."""
     if plan.target is Target.CPU:
         from nimblert.cpu.backend import CpuResident
 
         if device:
             raise InputError(f"device {device}: a plan for the CPU has no devices to choose from: leave it out")
-        return CpuResident(plan, threads=threads)
+        return CpuResident(plan, threads=threads, limits=limits)
     if threads is not None:
         raise InputError("threads: a plan for a GPU computes with none of the CPU's: leave it out")
     from nimblert.cuda.backend import CudaResident

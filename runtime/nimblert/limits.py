@@ -21,7 +21,8 @@ class Limits:
     - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
       of which is a Python object while it is checked.
     - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
-      of ``refits``, the groups of weights that are replaced together.
+      of ``refits``, the groups of weights that are replaced together; of ONNX Runtime's ``sessions`` for the programs
+      that are loaded, which is known only when they are opened.
     - The cost of proving that one program is ordered: ``pieces``, the byte ranges that commands access, cut where
       others begin or end; ``clocks``, waits times streams.
     """
@@ -34,6 +35,7 @@ class Limits:
     kernels: int = 1 << 17
     programs: int = 1 << 10
     refits: int = 1 << 16
+    sessions: int = 1 << 13
     streams: int = 1 << 10
     events: int = 1 << 20
     commands: int = 1 << 20

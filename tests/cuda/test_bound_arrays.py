@@ -5,6 +5,7 @@ Most tests run on a driver of host memory, too, where tensors of the CPU are sai
 
 import _thread
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_what_cannot_be_bound_is_a_sentence(put: Callable[[np.ndarray], Any], mo
     with pytest.raises(InputError, match="input 'x' is bound: write into its array, or bind it to None first"):
         model(drawn(1))
     assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
+
+
+@on_host
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_bind_refuses_a_layout_with_gaps(put: Callable[[np.ndarray], Any], name: str) -> None:
+    """The program copies whole memories: it would read and write the caller's memory between the rows."""
+    plan = copying((5, 8), (0, 1))
+    (program,) = plan.programs
+    x, y = (replace(tensor, shape=(5, 4)) for tensor in (*program.inputs, *program.outputs))
+    nbytes = (x.span_nbytes,)
+    gapped = replace(program, inputs=(x,), outputs=(y,), input_nbytes=nbytes, output_nbytes=nbytes, commands=())
+    wide = put(np.zeros((5, 8), np.float32))
+    sentence = rf"bind '{name}': the plan's layout, strides \(8, 1\), has gaps, .*: give the array with each run"
+    with nimblert.load(replace(plan, programs=(gapped,))) as model, pytest.raises(InputError, match=sentence):
+        model.bind(name, wide[:, :4])
 
 
 def test_memory_of_an_output_cannot_be_bound_to_an_input(put: Callable[[np.ndarray], Any], model: Executable) -> None:

@@ -45,9 +45,9 @@ def drawn(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
 
 
-@pytest.mark.parametrize("strides", [(5, 1), (1, 4), (8, 1), (3, 20)])
+@pytest.mark.parametrize("strides", [(5, 1), (1, 4)])
 def test_an_empty_input_can_be_bound(strides: tuple[int, int]) -> None:
-    """In C order, in the other, and with gaps."""
+    """In C order, and in the other."""
     source, target = (
         Tensor(name=name, dtype="float32", shape=(4, 5), strides=strides, pointer=Pointer(region=region))
         for name, region in (("x", Region.INPUT), ("y", Region.OUTPUT))
@@ -181,6 +181,16 @@ def test_what_is_no_memory_of_the_caller_takes_no_output(model: Executable) -> N
     model.bind("s", bound := np.zeros((), np.float32))
     model.run({"x": x})
     assert taken == bound == model(x)[2] != 0
+
+
+@pytest.mark.parametrize("names", ["xy", "yx", "yz"])
+def test_bind_refuses_memory_of_another_bound_array(model: Executable, names: str) -> None:
+    """Whichever comes first: a kernel would write what it, or another one, still reads."""
+    room = np.zeros((6, 8), np.float32)
+    first, second = names
+    model.bind(first, room[:4])
+    with pytest.raises(InputError, match=f"bind '{second}': shares memory with what '{first}' is bound to"):
+        model.bind(second, room[2:])
 
 
 def test_arrays_are_given_by_name(model: Executable) -> None:

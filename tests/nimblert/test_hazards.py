@@ -28,6 +28,7 @@ from nimblert.plan import (
     Program,
     Record,
     Region,
+    Target,
     Tensor,
     Wait,
 )
@@ -140,6 +141,25 @@ def test_arena_bytes_that_nobody_wrote_are_named() -> None:
     assert len(list(hazards(program(reader)))) == 1
     tensor = Tensor(name="x", dtype="float32", shape=(8,), strides=(1,), pointer=at(Region.ARENA, 8))
     assert list(hazards(program(reader, inputs=(tensor,)))) == []
+
+
+def test_hazards_names_reads_of_unwritten_bytes_on_the_cpu() -> None:
+    """A command that works in place reads first, and an OUTPUT region keeps what the run before left there."""
+    fill = Memset(stream=0, op=0, dst=at(Region.ARENA, 0), value=0, element_nbytes=1, count=16)
+    in_place = launch(0, reads=((at(Region.ARENA, 8), 16),), writes=((at(Region.ARENA, 8), 16),))
+    copy = Memcpy(stream=0, op=0, dst=at(Region.OUTPUT, 0, 1), src=at(Region.OUTPUT, 8), nbytes=8)
+    y = Tensor(name="y", dtype="float32", shape=(4,), strides=(1,), pointer=at(Region.ARENA, 8))
+    z = Tensor(name="z", dtype="float32", shape=(4,), strides=(1,), pointer=at(Region.OUTPUT, 0, 1))
+    checked = replace(program(fill, in_place, copy), outputs=(y, z))
+    assert list(hazards(checked, target=Target.CPU)) == [
+        "commands[1] (launch of aten.add 'layer.1'): reads arena bytes 16 to 24, which nobody wrote",
+        "commands[2] (memcpy of aten.add 'layer.1'): reads output 0 bytes 8 to 16, which nobody wrote",
+        "output 'z': returns output 1 bytes 8 to 16, which nobody wrote",
+    ]
+    assert list(hazards(checked)) == []
+    filled = [replace(fill, dst=at(Region.OUTPUT, 0, index)) for index in (0, 1)]
+    sound = replace(checked, commands=(replace(fill, count=24), *filled, in_place, copy))
+    assert list(hazards(sound, target=Target.CPU)) == []
 
 
 @given(graphs(), st.integers(0, 1000))

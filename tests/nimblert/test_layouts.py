@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblert.arrays.layouts import Gather, element_strides, gather, in_memory_order, is_dense, overlaps
+from nimblert.arrays.layouts import Gather, element_strides, gather, has_gaps, in_memory_order, is_dense, overlaps
 from nimblert.cuda import movers
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5)
@@ -112,6 +112,14 @@ def test_a_field_of_records_is_not_dense() -> None:
     records = np.zeros(4, [("a", np.float32), ("b", np.uint16)])
     for field in (records["a"], records["b"]):
         assert not is_dense(field.shape, field.strides, field.itemsize)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=4))
+def test_has_gaps_finds_bytes_that_belong_to_no_element(axes: list[tuple[int, int]]) -> None:
+    shape, strides = [size for size, _ in axes], [stride for _, stride in axes]
+    steps = (range(0, size * stride, stride) if stride else [0] * size for size, stride in axes)
+    used = {sum(place) for place in itertools.product(*steps)}
+    assert has_gaps(shape, strides) == (used != set(range(max(used, default=-1) + 1)))
 
 
 def test_elements_that_are_not_there_share_no_memory() -> None:

@@ -17,7 +17,7 @@ from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.files import container
-from nimblert.plan import Fit, Memset, Plan, Pointer, Program, Region, Tensor
+from nimblert.plan import Fit, Memset, Plan, Pointer, Program, Region, Target, Tensor
 from nimblert.rules import verify
 
 SIZES = (2, 4, 8)
@@ -313,6 +313,7 @@ def test_fits_that_the_shapes_contradict_are_refused() -> None:
         (  # scratch memory of kernels
             replace(
                 of_programs(plan, commands=lambda p: (*p.commands, state)),
+                target=Target.CUDA,
                 state_nbytes=64,
                 state=(plans.weight("", (0.0,) * 16, 0),),
             ),

@@ -104,6 +104,7 @@ def inserted(index: int, new: Command) -> Change:
 
 P = "programs[0]."
 C = "programs[0].commands"
+IN_ORDER = "expected integers in order"
 WORD = Parameter(offset=0, nbytes=8, kind=ParameterKind.INPUT)
 
 BOUNDLESS = Limits(**dict.fromkeys(Limits.__dataclass_fields__, 1 << 70))
@@ -206,7 +207,19 @@ CUDA_MISTAKES = [
         in_program("inputs", 0, pointer=plans.pointer(Region.WEIGHTS)),
         [f"{P}inputs[0].pointer: is in WEIGHTS, which no run changes"],
     ),
-    (in_program("inputs", 0, sample_range=(3, 2)), [f"{P}inputs[0].sample_range: (3, 2) is empty"]),
+    (
+        in_program("inputs", 0, dtype="int32", sample_range=(3, 2)),
+        [f"{P}inputs[0].sample_range: 3 to 2, {IN_ORDER} from -2147483648 to 2147483647, as int32 holds"],
+    ),
+    (
+        in_program("inputs", 0, dtype="uint8", sample_range=(0, 256)),
+        [f"{P}inputs[0].sample_range: 0 to 256, {IN_ORDER} from 0 to 255, as uint8 holds"],
+    ),
+    (
+        in_program("inputs", 0, dtype="bool", sample_range=(-1, 1)),
+        [f"{P}inputs[0].sample_range: -1 to 1, {IN_ORDER} from 0 to 1, as bool holds"],
+    ),
+    (in_program("inputs", 0, sample_range=(0, 1)), [f"{P}inputs[0].sample_range: 0 to 1, expected none for float32"]),
     (program(stream_count=10), [f"{P}stream_count: 10, more than the 9 commands"]),
     (command(4, stream=2), [f"{C}[4].stream: 2 is out of range (there are 2 streams)"]),
     (command(4, op=3), [f"{C}[4].op: 3 is out of range (there are 3 ops)"]),
@@ -273,6 +286,7 @@ CUDA_MISTAKES = [
         [f"{C}[4].src: 64 bytes at 200 lie outside STATE(0) (256 bytes)"],
     ),
     (command(4, src=plans.pointer(Region.ARENA, 449)), [f"{C}[4].dst: overlaps src"]),
+    (command(4, src=plans.pointer(Region.ARENA, 575)), [f"{C}[4].dst: overlaps src"]),
     (
         command(4, dst=plans.pointer(Region.WEIGHTS)),
         [f"{C}[4].dst: is in WEIGHTS, which no run changes"],
@@ -428,7 +442,8 @@ AT_LIMITS = [
     plan_with(weights_nbytes=(1 << 48) - 1),
     in_program("inputs", 0, shape=(1,) * 64, strides=(1,) * 64),
     in_program("inputs", 0, shape=(0, 4), strides=(0, 0)),
-    in_program("inputs", 0, sample_range=(3, 3)),
+    in_program("inputs", 0, dtype="int32", sample_range=(-(2**31), 2**31 - 1)),
+    in_program("inputs", 0, dtype="bool", sample_range=(1, 1)),
     in_program("outputs", 0, shape=(1, 16), strides=(1 << 44, 1)),
     program(stream_count=9),
     command(0, count=192, value=(1 << 32) - 1),

@@ -93,6 +93,16 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
     return False
 
 
+def has_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether bytes between the first and the last element belong to no element; strides are not negative."""
+    end = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride > end:
+            return 0 not in shape
+        end += stride * (size - 1)
+    return False
+
+
 def strided(memory: np.ndarray, tensor: Tensor) -> np.ndarray:
     """The tensor in these bytes, as a view with its strides."""
     dtype = numpy_dtype(tensor.dtype)
@@ -121,7 +131,7 @@ def in_memory_order(array: np.ndarray) -> np.ndarray:
 
 
 def spanned(array: np.ndarray, nbytes: int) -> np.ndarray:
-    """The ``nbytes`` that an array without negative strides spans, with those in its gaps."""
+    """The ``nbytes`` that an array without negative strides spans."""
     first = np.lib.stride_tricks.as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
     return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,))
 

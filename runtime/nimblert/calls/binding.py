@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from nimblert.arrays import device_arrays, dlpack
+from nimblert.arrays import device_arrays, dlpack, layouts
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend
 from nimblert.calls.changing import Change, uninterrupted
@@ -204,6 +204,11 @@ def _check_layout(program: Program, tensor: Tensor, array: Array) -> None:
         raise InputError(f"{where}: it lies in {tensor.pointer.region.name}, which other tensors share")
     if not fills_memory(program, tensor):
         raise InputError(f"{where}: its region holds more than the tensor")
+    if layouts.has_gaps(tensor.shape, tensor.strides):
+        raise InputError(
+            f"{where}: the plan's layout, strides {tensor.strides}, has gaps, which kernels may read and write: "
+            "give the array with each run"
+        )
     step, unit = (1, "elements") if isinstance(array, DeviceArray) else (array.itemsize, "bytes")
     expected = tuple(stride * step for stride in tensor.strides)
     different = [axis for axis, size in enumerate(tensor.shape) if size > 1 and array.strides[axis] != expected[axis]]

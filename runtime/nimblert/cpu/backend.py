@@ -32,6 +32,7 @@ from nimblert.cpu.onnx_threads import Pool, Threads
 from nimblert.cpu.streams import Bound, Patient, Step, Streams, interruptible, pass_gate, unlock
 from nimblert.dimensions import Shapes
 from nimblert.errors import InputError, PlanInvalidError
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.pieces import writes
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 
@@ -49,10 +50,11 @@ class CpuResident:
         sessions: SessionCache | None = None,
         *,
         threads: Threads | None = None,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self._plan = plan
         self.weights = weights or HostWeights(plan)
-        self.sessions = SessionCache(plan, self.weights, threads) if sessions is None else sessions
+        self.sessions = SessionCache(plan, self.weights, threads, limits) if sessions is None else sessions
 
     def working(self, arena: np.ndarray | None = None, *, poison: bool = False) -> HostWorking:
         """Arena and state for one context."""

@@ -12,11 +12,10 @@ The rules of a plan are about the shapes that it declares. ONNX Runtime compares
 so a value is left to ONNX Runtime only where its shape can be inferred from the inputs, before a run.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-
-import numpy as np
 
 from nimblert.embedded import in_place
 from nimblert.embedded.onnx_model import Graph, Model, Node, Opset, TensorValue, Value, write_model
@@ -155,24 +154,15 @@ class Chain:
         """The position of a launch that overwrites memory before all accesses to it are sure to be done, or None."""
         made = self._in_memory(derived)
         through = self._readers_of_views({bound.name for _, bound in made})
-        written = [(bound.access, 1 << position, position) for position, bound in made]
-        touched = [(-1, bound, readers) for bound, readers in self._inputs.values()]
-        touched += [(at, bound, 1 << at | self._readers.get(bound.name, 0)) for at, bound in made]
-        places = [(bound.access.pointer, bound.access.nbytes) for _, bound, _ in touched]
-        rows = [(place.region, place.index, place.offset, place.offset + nbytes) for place, nbytes in places]
-        region, index, start, end = np.array(rows, np.int64).reshape(-1, 4).T
-        for access, bit, position in written:
-            place = access.pointer
-            met = (region == place.region) & (index == place.index)
-            met &= (start < place.offset + access.nbytes) & (end > place.offset)
-            earlier = 0
-            for other in np.flatnonzero(met):
-                at, bound, readers = touched[other]
-                earlier |= readers & (bit - 1)
-                if at < position:
-                    earlier |= through.get(bound.name, 0)
-            if earlier & ~self._before[position]:
+        memory = _Memory(bound.access for _, bound in made)
+        for bound, readers in self._inputs.values():
+            memory.add(bound.access, readers, through.get(bound.name, 0))
+        for position, bound in made:
+            bit = 1 << position
+            readers, later = memory.find(bound.access)
+            if (readers & (bit - 1) | later) & ~self._before[position]:
                 return position
+            memory.add(bound.access, bit | self._readers.get(bound.name, 0), through.get(bound.name, 0))
         return None
 
     def _readers_of_views(self, in_memory: Collection[str]) -> dict[str, int]:
@@ -186,17 +176,21 @@ class Chain:
     def _in_memory(self, derived: Shapes) -> list[tuple[int, Bound]]:
         """The values that are kept in memory of the plan, each with the position of its launch."""
         made = [(self._position[command], bound) for (command, _), bound in self._made.items()]
-        kept = [(position, bound) for position, bound in made if self._is_in_memory(position, bound, derived)]
+        read_outside = set(self._read_outside())
+        kept = [(at, bound) for at, bound in made if bound.name in read_outside or _is_in_memory(bound, derived)]
         return kept or made[-1:]  # a model has an output
 
-    def _is_in_memory(self, position: int, bound: Bound, derived: Shapes) -> bool:
-        if bound.pointer.region is not Region.ARENA:
-            return True
-        # ONNX Runtime gives [] for a scalar and for an unknown rank alike.
-        if not bound.parameter.shape or tuple(derived.get(bound.name, ())) != bound.parameter.shape:
-            return True
-        readers = self._flow.readers(self.parts[position].index, bound.access)
-        return any(reader not in self._position for reader in readers)
+    def _read_outside(self) -> Iterator[str]:
+        """The names of the values that commands outside of the model read in part or whole."""
+        made: dict[int, list[Bound]] = {}
+        for (command, _), bound in self._made.items():
+            made.setdefault(command, []).append(bound)
+        for command, values in made.items():
+            memory = _Memory(bound.access for bound in values)
+            for reader, access in self._flow.reads(command):
+                if reader not in self._position:
+                    memory.add(access, 1)
+            yield from (bound.name for bound in values if memory.find(bound.access) != (0, 0))
 
     def _fits(self, model: Model) -> bool:
         """Whether the model has no subgraphs, and the opset versions of the others."""
@@ -246,6 +240,53 @@ class Chain:
             outputs=outputs,
             initializers=tuple(self._initializers),
         )
+
+
+def _is_in_memory(bound: Bound, derived: Shapes) -> bool:
+    """Whether a value that only the model reads is kept in memory of the plan nevertheless."""
+    # ONNX Runtime gives [] for a scalar and for an unknown rank alike.
+    shape = bound.parameter.shape
+    return bound.pointer.region is not Region.ARENA or not shape or tuple(derived.get(bound.name, ())) != shape
+
+
+class _Memory:
+    """The sets of launches, as bits, that access each piece of the memory that is ``written``.
+
+    Pieces lie between the ends of what is written, so that a write covers all bytes of a piece or none.
+    """
+
+    def __init__(self, written: Iterable[Access]) -> None:
+        borders: dict[object, set[int]] = {}
+        for access in written:
+            start = access.pointer.offset
+            borders.setdefault(_region(access), set()).update((start, start + access.nbytes))
+        self._borders = {region: sorted(ends) for region, ends in borders.items()}
+        self._sets = {region: [(0, 0)] * len(ends) for region, ends in borders.items()}
+
+    def add(self, access: Access, readers: int, later: int = 0) -> None:
+        """Add launches that access a value here, and those that may do so ``later``, when others have written here."""
+        sets = self._sets.get(_region(access), [])
+        for piece in self._pieces(access):
+            sets[piece] = sets[piece][0] | readers, sets[piece][1] | later
+
+    def find(self, access: Access) -> tuple[int, int]:
+        """Return both sets of launches that were added for any piece of a write."""
+        readers = later = 0
+        for piece in self._pieces(access):
+            found = self._sets[_region(access)][piece]
+            readers, later = readers | found[0], later | found[1]
+        return readers, later
+
+    def _pieces(self, access: Access) -> range:
+        """The pieces of which an access has bytes; the last one of a region stands for all that lies behind it."""
+        borders, start = self._borders.get(_region(access), []), access.pointer.offset
+        if not access.nbytes:
+            return range(0)
+        return range(max(0, bisect_right(borders, start) - 1), bisect_left(borders, start + access.nbytes))
+
+
+def _region(access: Access) -> tuple[Region, int]:
+    return access.pointer.region, access.pointer.index
 
 
 def join(

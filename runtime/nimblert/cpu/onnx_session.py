@@ -8,11 +8,11 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, islice
 from math import prod
 from types import ModuleType, TracebackType
 from typing import Any, Self
@@ -24,12 +24,13 @@ from nimblert.cpu import onnx_threads
 from nimblert.cpu.host_memory import HostMemory, HostWeights
 from nimblert.cpu.onnx_join import Bound, Joined, Part, Shapes, join
 from nimblert.cpu.onnx_threads import Pool, Threads, Waiting
+from nimblert.embedded import division
 from nimblert.embedded.onnx_model import ELEMENT_TYPES, Model, read_model
 from nimblert.embedded.onnx_rules import EXTERNAL_FILE, ORIGIN
 from nimblert.embedded.protobuf import Budget
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.files.scratch import scratch_folder
-from nimblert.limits import DEFAULT_LIMITS
+from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering.dataflow import dataflow
 from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 
@@ -174,10 +175,11 @@ class Stretch:
 
 
 class _Code:
-    """The code of a module, copied and examined once: it is a part of the keys of sessions, which hash it."""
+    """The code of a kernel, copied and examined once: it is a part of the keys of sessions, which hash it."""
 
-    def __init__(self, code: memoryview) -> None:
+    def __init__(self, code: memoryview, parameters: Sequence[Parameter]) -> None:
         self.code = bytes(code)
+        self._parameters = parameters
 
     @cached_property
     def model(self) -> Model:
@@ -186,6 +188,12 @@ class _Code:
             return read_model(self.code, Budget(DEFAULT_LIMITS.model_fields))
         except PlanFormatError:
             return Model()
+
+    @cached_property
+    def division(self) -> tuple[division.Operand, division.Operand] | None:
+        """Dividend and divisor that must be checked before each run; None for kernels that need no check."""
+        graph = self.model.graph
+        return division.operands(graph, self._parameters) if graph is not None and len(graph.node) == 1 else None
 
     @cached_property
     def may_loop(self) -> bool:
@@ -201,10 +209,13 @@ class SessionCache:
     of a signal handler comes between it and the block.
     """
 
-    def __init__(self, plan: Plan, weights: HostWeights, threads: Threads | None = None) -> None:
+    def __init__(
+        self, plan: Plan, weights: HostWeights, threads: Threads | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
         self._plan = plan
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
+        self._limits = limits
         self._crowd = onnx_threads.cores() if threads is None else None
         self._codes: dict[int, _Code] = {}
         """By the index of a kernel, which shares its module with no other."""
@@ -219,7 +230,7 @@ class SessionCache:
 
     def over(self, weights: HostWeights) -> "SessionCache":
         """A cache over other weights, with the sessions that read none of the changed ones."""
-        made = SessionCache(self._plan, weights)
+        made = SessionCache(self._plan, weights, limits=self._limits)
         made._threads, made._crowd = self._threads, self._crowd
         made._codes, made._stretches = self._codes, self._stretches
         made._sessions |= {
@@ -248,9 +259,15 @@ class SessionCache:
             self._weights.let_go()
 
     def stretches(self, program: Program) -> Mapping[int, Stretch]:
-        """The stretches of a program by the index of their first launch."""
+        """The stretches of a program by the index of their first launch.
+
+        Raises PlanInvalidError where these and those of the programs before are beyond the limit.
+        """
         if id(program) not in self._stretches:
-            joined = list(self._joined(program))
+            joined = list(islice(self._joined(program), self._limits.sessions + 1))
+            if sum(len(found) for _, found in self._stretches.values()) + len(joined) > self._limits.sessions:
+                limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
+                raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
             kernels = [[part.kernel for part in parts] for parts, _ in joined]
             pools = onnx_threads.pools(kernels, program.stream_count, self._threads)
             self._stretches[id(program)] = (
@@ -277,8 +294,9 @@ class SessionCache:
         index = stretch.launches[0]
         first = program.commands[index]
         assert isinstance(first, Launch)
-        model = stretch.model or self._whole(first, f"commands[{index}]")
-        return self._bind(model, memory, options, stretch.pool, keeps_memory=True)
+        if stretch.model is None:
+            return self._bind_launch(first, memory, options, stretch.pool, f"commands[{index}]", keeps_memory=True)
+        return self._bind(stretch.model, memory, options, stretch.pool, keeps_memory=True)
 
     def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
         """A call that runs one launch by itself in ``memory``, under these RunOptions.
@@ -286,7 +304,24 @@ class SessionCache:
         Raises PlanInvalidError where kernel and launch do not fit.
         """
         pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], self._launch_count, self._threads[0])
-        return self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=False)
+        return self._bind_launch(launch, memory, options, pool, where, keeps_memory=False)
+
+    def _bind_launch(
+        self, launch: Launch, memory: HostMemory, options: Any, pool: Pool, where: str, *, keeps_memory: bool
+    ) -> "partial[object]":
+        """A call that runs one launch by itself; it raises ValueError before a division that would end the process."""
+        run = self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=keeps_memory)
+        operands = self._code(launch).division
+        if operands is None:
+            return run
+        pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
+        arrays = (
+            memory.array(pointers[operand.offset], operand.dtype, operand.shape)
+            if isinstance(operand, Parameter)
+            else operand
+            for operand in operands
+        )
+        return partial(_checked_division, run, *arrays)
 
     @cached_property
     def _launch_count(self) -> int:
@@ -308,7 +343,8 @@ class SessionCache:
 
     def _part(self, index: int, launch: Launch) -> Part:
         kernel, code = self._plan.kernels[launch.kernel], self._code(launch)
-        alone = len(code.code) > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
+        is_large = len(code.code) > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
+        alone = is_large or code.division is not None
         return Part(index=index, launch=launch, kernel=kernel, model=code.model, alone=alone, label=f"{LABEL}{index}")
 
     def may_loop(self, launch: Launch) -> bool:
@@ -317,7 +353,8 @@ class SessionCache:
 
     def _code(self, launch: Launch) -> _Code:
         if launch.kernel not in self._codes:
-            self._codes[launch.kernel] = _Code(self._plan.modules[self._plan.kernels[launch.kernel].module].code)
+            kernel = self._plan.kernels[launch.kernel]
+            self._codes[launch.kernel] = _Code(self._plan.modules[kernel.module].code, kernel.parameters)
         return self._codes[launch.kernel]
 
     def _derived(self, model: Joined) -> Shapes:
@@ -399,6 +436,11 @@ class SessionCache:
         except runtime_errors() as exc:
             version = onnxruntime().__version__
             raise PlanInvalidError([f"kernel {model.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
+
+
+def _checked_division(run: "partial[object]", dividend: np.ndarray, divisor: np.ndarray) -> object:
+    division.check(dividend, divisor)
+    return run()
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:

@@ -286,7 +286,7 @@ def interruptible(step: Step, options: RunOptions) -> None:
 
 
 class Patient:
-    """A step of ``stream`` that Ctrl-C can end; only a long one needs another thread for that.
+    """A step that Ctrl-C can end, the next of ``stream``; only a long one needs another thread for that.
 
     Python handles Ctrl-C on the main thread, but not during a step. The first run, on another thread, measures the
     step, whose work does not depend on the inputs unless it ``loops``. A short step then replaces this object in the
@@ -297,6 +297,7 @@ class Patient:
         self._step = step
         self._options = options
         self._stream = stream
+        self._place = len(stream)
         self._loops = loops
 
     def __call__(self) -> None:
@@ -307,7 +308,8 @@ class Patient:
         else:
             self._step()
         if not self._loops and time.perf_counter() - begin < _LONG_S:
-            self._stream[:] = [(command, self._step if step is self else step) for command, step in self._stream]
+            replaced = slice(self._place, self._place + 1)
+            self._stream[replaced] = [(command, self._step) for command, _ in self._stream[replaced]]
 
 
 def complete(action: Callable[[], None]) -> None:

@@ -33,8 +33,10 @@ def operands(domain: str, operator: str) -> tuple[int, ...]:
 def may_overlap(node: Node, operand: str) -> bool:
     """Whether the output of a node may overwrite an operand of its dtype and shape, given by its name in the node.
 
-    A name that stands for several operands must be allowed for each.
+    A name that stands for several operands must be allowed for each. No such operator has more than three.
     """
+    if len(node.input) > 3:
+        return False
     positions = {position for position, name in enumerate(node.input) if name == operand}
     return positions <= set(operands(node.domain or "", node.op_type or ""))
 

@@ -8,7 +8,7 @@ names, dtypes and shapes of its values are those of the kernel's parameters. A b
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from nimblert.embedded import onnx_operators, onnx_trust
+from nimblert.embedded import division, onnx_operators, onnx_trust
 from nimblert.embedded.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
 from nimblert.embedded.onnx_operators import Formal
 from nimblert.embedded.onnx_trust import Call
@@ -78,6 +78,8 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
     yield from _type_problems(node, _types(model.graph, kernel.parameters), opsets)
     if not broken:  # a shape of too many dimensions would take long to multiply
         yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
+        embedded = [tensor for tensor in model.graph.initializer if tensor.data_location != _EXTERNAL]
+        yield from division.problems(node, embedded, _types(model.graph, kernel.parameters))
 
 
 def _name(node: Node) -> str:

@@ -1,6 +1,6 @@
 """The flow of data: which commands write the bytes that a command reads, and which read what it writes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,9 @@ class Dataflow:
         """The commands whose bytes ``command`` reads; `BEFORE` for bytes that no command wrote."""
         return self._writers.get((command, access), frozenset((BEFORE,)))
 
-    def readers(self, command: int, access: Access) -> Iterator[int]:
-        """The commands that read bytes of this write ``access`` of ``command``."""
-        for reader, read in self._readers.get(command, ()):
-            if _overlap(access, read):
-                yield reader
+    def reads(self, command: int) -> Sequence[tuple[int, Access]]:
+        """The reads of bytes that ``command`` wrote, each with the command that reads."""
+        return self._readers.get(command, ())
 
 
 def dataflow(program: Program) -> Dataflow:
@@ -88,9 +86,3 @@ def _ends(accesses: list[Access], region: tuple[Region, int]) -> Ints:
     """The offsets at which accesses to a region begin and end."""
     within = [a for a in accesses if (a.pointer.region, a.pointer.index) == region]
     return np.array([n for a in within for n in (a.pointer.offset, a.pointer.offset + a.nbytes)], np.int64)
-
-
-def _overlap(a: Access, b: Access) -> bool:
-    if (a.pointer.region, a.pointer.index) != (b.pointer.region, b.pointer.index):
-        return False
-    return a.pointer.offset < b.pointer.offset + b.nbytes and b.pointer.offset < a.pointer.offset + a.nbytes

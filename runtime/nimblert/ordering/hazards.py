@@ -5,7 +5,7 @@ one to the other, and arena bytes that buffers use one after another. It does no
 later read is meant to see: the compiler proves that (`nimblec.schedule.memory.overlaps`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -14,17 +14,19 @@ from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.ordering import pieces
 from nimblert.ordering.order import Order, order
 from nimblert.ordering.pieces import Touches
-from nimblert.plan import Program, Region, Work
+from nimblert.plan import Program, Region, Target, Tensor, Work
 
 _MOST_SENTENCES = 100
 """One missing wait may leave thousands of pairs unordered."""
 
 
-def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
-    """Yield a sentence for each pair of unordered conflicting commands, and each read of unwritten arena bytes.
+def hazards(program: Program, limits: Limits = DEFAULT_LIMITS, *, target: Target = Target.CUDA) -> Iterator[str]:
+    """Yield a sentence for each pair of unordered conflicting commands, and each read of unwritten bytes.
 
-    Only adjacent accesses to a byte are named, so further pairs may conflict. Bytes are unwritten if no earlier
-    command, no input and not the command itself writes them. Yields at most a hundred sentences. All other rules must
+    Only adjacent accesses to a byte are named, so further pairs may conflict. Bytes of the arena are unwritten if no
+    input, no earlier command and not the reading command itself writes them. On the CPU target, whose accesses are
+    exact, a command reads before it writes, and the rule covers OUTPUT regions and the bytes that the program returns:
+    so a run cannot return what an earlier run left in memory. Yields at most a hundred sentences. All other rules must
     hold: indices, bounds, events. Near-linear in the accesses; for a program with more pieces than ``limits`` allows,
     the only sentence says so.
     """
@@ -33,11 +35,11 @@ def hazards(program: Program, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     found = sum(pieces.count(accesses) for accesses in touched.values())
     if found > limits.pieces:
         return iter([f"the accesses of its commands fall into {found} pieces, the limit is {limits.pieces}"])
-    return islice(_hazards(program, works, touched), _MOST_SENTENCES)
+    return islice(_hazards(program, works, touched, target), _MOST_SENTENCES)
 
 
 def _hazards(
-    program: Program, works: Sequence[tuple[int, Work]], touched: dict[tuple[Region, int], Touches]
+    program: Program, works: Sequence[tuple[int, Work]], touched: dict[tuple[Region, int], Touches], target: Target
 ) -> Iterator[str]:
     ordered = order(program.commands)
     for region, accesses in touched.items():
@@ -46,8 +48,22 @@ def _hazards(
                 f"{_describe(program, works[first])} and {_describe(program, works[second])}: nothing orders "
                 f"their accesses to {_name(*region)} bytes {start} to {end}"
             )
-    if (Region.ARENA, 0) in touched:
-        yield from _unwritten(program, works, touched[Region.ARENA, 0])
+    exact = target is Target.CPU
+    given, returned = _by_region(program.inputs), _by_region(program.outputs if exact else ())
+    for region in sorted(touched.keys() | returned.keys()):
+        if region[0] is Region.ARENA or (exact and region[0] is Region.OUTPUT):
+            accesses, where = touched.get(region, pieces.NOTHING), _name(*region)
+            passed = given.get(region, []), returned.get(region, [])
+            yield from _unwritten(program, works, accesses, where, *passed, exact=exact)
+
+
+def _by_region(tensors: Iterable[Tensor]) -> dict[tuple[Region, int], list[Tensor]]:
+    """Return the tensors that are not empty by their regions."""
+    found: dict[tuple[Region, int], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.span_nbytes:
+            found.setdefault((tensor.pointer.region, tensor.pointer.index), []).append(tensor)
+    return found
 
 
 def _unordered(accesses: Touches, ordered: Order) -> Iterator[tuple[int, int, int, int]]:
@@ -64,28 +80,43 @@ def _unordered(accesses: Touches, ordered: Order) -> Iterator[tuple[int, int, in
                 yield *works, int(pairs.start[at]), int(pairs.end[at])
 
 
-def _unwritten(program: Program, works: Sequence[tuple[int, Work]], accesses: Touches) -> Iterator[str]:
-    """Yield a sentence for each read of arena bytes that nothing has written before.
+def _unwritten(
+    program: Program,
+    works: Sequence[tuple[int, Work]],
+    accesses: Touches,
+    where: str,
+    given: Sequence[Tensor],
+    returned: Sequence[Tensor],
+    *,
+    exact: bool,
+) -> Iterator[str]:
+    """Yield a sentence for each read of bytes of a region that nothing has written before.
 
-    Bytes that the same command writes are exempt: it may write them before it reads them.
+    ``given`` and ``returned`` are the inputs and outputs in the region, which messages call ``where``. Unless
+    ``exact``, bytes that the reading command also writes are exempt: it may write them first.
     """
-    inputs = [tensor for tensor in program.inputs if tensor.pointer.region is Region.ARENA]
-    starts = [tensor.pointer.offset for tensor in inputs]
-    ends = [tensor.pointer.offset + tensor.span_nbytes for tensor in inputs]
-    borders = np.unique(np.concatenate((pieces.cuts(accesses), np.array(starts + ends, np.int64))))
+    ends = [(tensor.pointer.offset, tensor.pointer.offset + tensor.span_nbytes) for tensor in (*given, *returned)]
+    borders = np.unique(np.concatenate((pieces.cuts(accesses), np.array(ends, np.int64).reshape(-1))))
     written = _Growing(len(borders))
-    for start, end in zip(np.searchsorted(borders, starts), np.searchsorted(borders, ends), strict=True):
-        written.add(int(start), int(end))
-    by_time = np.lexsort((~accesses.write, accesses.work))  # a command's writes before its reads
+
+    def unwritten(start: int, end: int) -> str:
+        """Return the first unwritten bytes of the pieces from ``start`` to ``end`` in words, "" if there are none."""
+        first = written.first_missing(start)
+        return f"{borders[first]} to {borders[min(end, written.first_present(first))]}" if first < end else ""
+
+    for start, end in np.searchsorted(borders, ends[: len(given)]).tolist():
+        written.add(start, end)
+    by_time = np.lexsort((accesses.write if exact else ~accesses.write, accesses.work))
     columns = (np.searchsorted(borders, accesses.start), np.searchsorted(borders, accesses.end))
     rows = (column[by_time].tolist() for column in (*columns, accesses.work, accesses.write))
     for start, end, work, write in zip(*rows, strict=True):
         if write:
             written.add(start, end)
-        elif (first := written.first_missing(start)) < end:
-            last = min(end, written.first_present(first))
-            reader = _describe(program, works[work])
-            yield f"{reader}: reads arena bytes {borders[first]} to {borders[last]}, which nobody wrote"
+        elif found := unwritten(start, end):
+            yield f"{_describe(program, works[work])}: reads {where} bytes {found}, which nobody wrote"
+    for tensor, (start, end) in zip(returned, np.searchsorted(borders, ends[len(given) :]).tolist(), strict=True):
+        if found := unwritten(start, end):
+            yield f"output {tensor.name!r}: returns {where} bytes {found}, which nobody wrote"
 
 
 class _Growing:

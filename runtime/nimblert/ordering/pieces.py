@@ -29,6 +29,11 @@ class Touches:
     write: Bools
 
 
+_NO_NUMBERS = np.empty(0, np.int64)
+NOTHING = Touches(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, np.empty(0, np.bool_))
+"""No accesses."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conflicts:
     """Pairs of works that conflict in a piece, from ``start`` to ``end``; ``early`` was issued before ``late``.

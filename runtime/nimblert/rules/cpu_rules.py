@@ -105,7 +105,7 @@ def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, 
 
 def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
     """The operands that a launch may overwrite: their bytes, dtype and shape are its output's (see `in_place`)."""
-    if kernel.symbol not in in_place.OPERATORS:
+    if kernel.symbol not in in_place.OPERATORS or len(kernel.parameters) > 4:  # three operands and the output
         return set()
     bound = [
         (parameter, (pointer.region, pointer.index, pointer.offset, dense_nbytes(parameter.dtype, parameter.shape)))

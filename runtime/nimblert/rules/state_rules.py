@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from nimblert.ordering.pieces import reads, writes
-from nimblert.plan import Access, Plan, Program, Region, Weight, Work
+from nimblert.plan import Access, Plan, Program, Region, Target, Weight, Work
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -16,6 +16,8 @@ def problems(plan: Plan) -> Iterator[str]:
     for i, tensor in enumerate(plan.state):
         if not tensor.name.isprintable():
             yield f"state[{i}].name: {tensor.name!r} is not printable"
+        elif not tensor.name and plan.target is Target.CPU:
+            yield f"state[{i}].name: is empty, as only that of scratch memory of a GPU's kernels may be"
     for i, program in enumerate(plan.programs):
         for j, access in _accesses(program, reads, writes):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes

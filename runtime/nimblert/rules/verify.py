@@ -10,6 +10,9 @@ from itertools import islice, pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from nimblert.arrays.layouts import is_dense
 from nimblert.errors import PlanInvalidError
 from nimblert.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.limits import DEFAULT_LIMITS, Limits
@@ -196,10 +199,20 @@ def _tensor_problems(tensor: Tensor, scope: _Scope) -> Iterator[str]:
         yield f"strides: {tensor.strides} has one beyond any memory"
     elif not broken:
         yield from extent_problems("pointer", tensor.pointer, tensor.span_nbytes, scope.sizes)
-        if scope.plan.target == Target.CPU and dense_nbytes(tensor.dtype, tensor.shape) > tensor.span_nbytes:
-            yield f"strides: {tensor.strides} give several elements one place, which the CPU target does not do"
-    if tensor.sample_range is not None and tensor.sample_range[0] > tensor.sample_range[1]:
-        yield f"sample_range: {tensor.sample_range} is empty"
+        if scope.plan.target == Target.CPU and 0 not in tensor.shape and not is_dense(tensor.shape, tensor.strides):
+            yield f"strides: {tensor.strides} leave gaps or overlap, expected a dense tensor on the CPU target"
+    if tensor.sample_range is not None and not broken:
+        yield from _sample_range_problems(tensor.dtype, *tensor.sample_range)
+
+
+def _sample_range_problems(dtype: str, low: int, high: int) -> Iterator[str]:
+    """The range holds integers of the tensor's dtype: golden runs draw from it, and padding writes its least one."""
+    if not dtype.startswith(("int", "uint", "bool")):
+        yield f"sample_range: {low} to {high}, expected none for {dtype}"
+        return
+    least, most = (0, 1) if dtype == "bool" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    if not least <= low <= high <= most:
+        yield f"sample_range: {low} to {high}, expected integers in order from {least} to {most}, as {dtype} holds"
 
 
 def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
