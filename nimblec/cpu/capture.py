@@ -14,6 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from nimblec.cpu import kernels, optimizer, values
 from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
+from nimblec.cpu.corrections import correct
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
@@ -69,6 +70,7 @@ def read(
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
     take_branches(model, Path(path).parent)
+    correct(model)
     return model
 
 
