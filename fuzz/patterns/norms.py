@@ -60,7 +60,7 @@ def _divided(d: Draft, x: str, variance: str, dtype: str) -> str:
     eps = d.choose(1e-5, 0.1, 0.0)
     inside = d.choose(True, False)
     added = d.swapped("Add", variance, d.scalar(eps, dtype)) if inside else variance
-    form = d.rng.randrange(4)
+    form = d.any_of(0, 1, 2, 2, 2, 3)
     if form == 3:
         return d.swapped("Mul", x, d.node("Pow", added, d.scalar(d.choose(-0.5, 0.5), dtype)))
     root = d.node("Sqrt", added)
