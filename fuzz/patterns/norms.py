@@ -114,7 +114,7 @@ def normalized(d: Draft, x: str, shape: Shape, dtype: str) -> str:
     """LayerNormalization as an operator, or by nodes where the opset lacks it."""
     scale, bias = d.constant(d.normal(shape[-1:]) + 1, dtype), d.weights(shape[-1:], dtype)
     eps = d.choose(1e-5, 1e-3, 0.1)
-    if d.chance(0.7 if d.opset >= 17 else 0.4):  # ONNX Runtime has it in earlier opsets, too
+    if d.chance(0.7):  # ONNX Runtime has it in opsets before 17, too
         axis = d.choose(-1, len(shape) - 1)
         count = d.choose(1, 3)
         inputs = (x, scale, bias) if d.choose(True, False) else (x, scale)
