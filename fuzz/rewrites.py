@@ -11,10 +11,11 @@ crash; each is kept as a folder of the model and its inputs and outputs.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -143,7 +144,10 @@ def _timing_cache() -> str:
 
 
 def kind_of(file: bytes, judge: Callable[[bytes], str] = judge_plan) -> str:
-    """Return the kind of a finding: its class, and the optimisers each of which causes it alone; "" for no finding."""
+    """Return the kind of a finding: its class and the optimisers at fault; "" for no finding.
+
+    "A or B" is right without either, "A and B" only without both.
+    """
     if excuse(file):
         return ""
     try:
@@ -162,8 +166,26 @@ def _kind(file: bytes, judge: Callable[[bytes], str], class_of: Callable[..., st
         names = sessions.apart(sessions.modified, ModelProto.FromString(file))
     except (sessions.CrashError, RuntimeError):
         names = sessions.all_names()
-    guilty = [name for name in sorted(names) if class_of(judge_session, file, [name]) == "right"]
-    return f"{found} by {' or '.join(guilty) or 'several'}"
+
+    def is_right(without: Iterable[str]) -> bool:
+        off = [f"{name}{level}" for name in without for level in ("", "L1", "L2")]
+        return class_of(judge_session, file, off) == "right"
+
+    guilty = [name for name in _families(names) if is_right([name])]
+    if guilty:
+        return f"{found} by {' or '.join(guilty)}"
+    off = _families(sessions.all_names())
+    if not is_right(off):
+        return f"{found} whatever is left out"
+    for name in list(off):
+        fewer = [other for other in off if other != name]
+        off = fewer if is_right(fewer) else off
+    return f"{found} by {' and '.join(off)}"
+
+
+def _families(names: Iterable[str]) -> list[str]:
+    """Return the names without their level: an optimiser of two levels does the same at both."""
+    return sorted({re.sub(r"L[12]$", "", name) for name in names})
 
 
 def _class_of(judge: Callable[..., str], *arguments: object) -> str:
@@ -279,7 +301,7 @@ def shrink_all(folder: Path, judge: Callable[[bytes], str]) -> int:
 def _is_alike(kind: str, judge: Callable[[bytes], str], file: bytes) -> bool:
     """Return whether a model's finding has the class of ``kind`` and an optimiser in common with it."""
     (a, _, names), (b, _, others) = kind.partition(" by "), kind_of(file, judge).partition(" by ")
-    return a == b and (names == others or bool(set(names.split(" or ")) & set(others.split(" or "))))
+    return a == b and (names == others or bool({*names.split(" or ")} & {*others.split(" or ")}))
 
 
 def _made(path: Path) -> Path:

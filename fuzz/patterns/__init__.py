@@ -26,7 +26,7 @@ def draw_model(rng: Random, pattern: str | None = None) -> ModelProto:
     The types of its outputs are not set. A draw may be invalid, or raise ValueError.
     """
     draft = Draft(
-        rng, rng.choice((11, 12, 13, 15, 17, 17, 18, 20, 21, 21, _NEWEST_OPSET)), rng.choice((0.0, 0.05, 0.1, 0.25))
+        rng, rng.choice((11, 12, 12, 13, 15, 17, 17, 18, 20, 21, 21, _NEWEST_OPSET)), rng.choice((0.0, 0.05, 0.1, 0.25))
     )
     names = []
     for number in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):

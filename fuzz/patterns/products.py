@@ -89,7 +89,10 @@ def matmul_transpose(d: Draft) -> str:
         return _by_scale(d, x, dtype)
 
     left = operand((*batch, rows, inner), is_left=True)
-    right = operand((*batch, inner, columns), is_left=False)
+    if batch and d.chance(0.25):
+        right = d.weights((inner, columns), dtype)
+    else:
+        right = operand((*batch, inner, columns), is_left=False)
     y = _by_scale(d, d.node("MatMul", left, right), dtype)
     return d.node("Transpose", y, perm=swap) if d.chance(0.2) else activation(d, y, dtype)
 

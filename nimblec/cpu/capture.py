@@ -15,6 +15,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 from nimblec.cpu import kernels, values
 from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
+from nimblec.cpu.corrections import correct
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.reference import ReferenceModel
 from nimblec.cpu.sources import sources_of
@@ -73,6 +74,7 @@ def read(
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
     take_branches(model, Path(path).parent)
+    correct(model)
     return model
 
 
