@@ -66,13 +66,6 @@ class CudaError(NimbleError):
         return self.result in _FATAL
 
 
-class DeviceLostError(NimbleError):
-    """A process of a pool has ended: by a failed kernel, a signal, an exit.
-
-    The calls that it had begun have no answer and may be repeated; later ones go to the other devices.
-    """
-
-
 def raised_by_handler(exc: BaseException) -> bool:
     """Whether a signal handler raised it, such as the TimeoutError of an alarm, and not a call of the system."""
     return isinstance(exc, OSError) and exc.errno is None

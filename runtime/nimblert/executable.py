@@ -170,11 +170,6 @@ class Executable(Context):
         self._resident.refit(refits, old, replace_old, commit)
         return set(old) - {backend for backends in loaded for backend in backends.values()}
 
-    def check_not_within(self) -> None:
-        """Raise InputError where this thread is in a call, here or in a context, or works for one."""
-        for guard in self._turn.family():
-            guard.check_not_within()
-
     def close(self) -> None:
         """Free everything, the contexts made of it too; calling it twice is harmless.
 
@@ -183,7 +178,8 @@ class Executable(Context):
         """
         if not self._turn.can_end:
             return
-        self.check_not_within()
+        for guard in self._turn.family():
+            guard.check_not_within()
         with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
         try:

@@ -94,11 +94,6 @@ class Signature:
         """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
         return self._serve(tuple(array.shape for array in arrays))
 
-    def outputs(self, shapes: Shapes) -> tuple[Tensor, ...]:
-        """The outputs of a call with inputs of these shapes. Raises InputError where no program serves them."""
-        program = self._by_shapes.get(shapes)
-        return self._serve(shapes).outputs if program is None else program.outputs
-
     def _serve(self, shapes: Shapes) -> Served:
         served = self._sizes.serve(shapes)
         if served is None:
