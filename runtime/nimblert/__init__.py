@@ -21,6 +21,7 @@ from nimblert.executable import Executable, load
 from nimblert.limits import Limits
 from nimblert.plan import Plan
 from nimblert.pool import ExecutablePool, load_pool
+from nimblert.telemetry import ObservedCall, observe
 from nimblert.timing import CommandTime
 
 __version__ = "0.1.0"
@@ -37,10 +38,12 @@ __all__ = [
     "InputError",
     "Limits",
     "NimbleError",
+    "ObservedCall",
     "Plan",
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
     "load",
     "load_pool",
+    "observe",
 ]

@@ -1,10 +1,8 @@
 """Executable: a loaded plan, with its code and weights on one device; and `load`, which makes one."""
 
-import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -99,7 +97,7 @@ class Executable(Context):
             spare = None
         if spare is not None:
             try:
-                return spare._run_within(signature, arrays, out)  # noqa: SLF001 - of its own class
+                return spare._run(signature, arrays, out, is_observed=True)  # noqa: SLF001 - of its own class
             except DeviceMismatchError:  # no memory for a program that it has not loaded
                 pass
             finally:
@@ -262,16 +260,10 @@ def load(
     - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
       for it.
 
-    With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
-
     Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
     ``limits``; DeviceMismatchError where this machine cannot run it; CudaError where a call of CUDA fails, as for lack
     of memory; and InputError for an invalid argument.
     """
-    if os.environ.get("NIMBLERT_NVTX") == "1":
-        from nimblert import telemetry  # which other processes need not import
-
-        telemetry.observe_by_environment()
     make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
     if isinstance(plan, Plan):
         return make(checked(plan, program, limits))
@@ -280,6 +272,8 @@ def load(
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
         return make(checked(decoded, program, limits))
+    from concurrent.futures import ThreadPoolExecutor  # only a plan for a GPU needs it
+
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
         # A future in a variable would form a cycle with its error, and keep a refused file mapped.

@@ -100,6 +100,13 @@ class Signature:
             raise InputError(why_unserved(self.name, self.programs, shapes))
         return served
 
+    def program(self, shapes: Shapes) -> Program | None:
+        """Return the program that serves inputs of these shapes, in the last of several runs; None if there is none."""
+        if len(shapes) != len(self._names) or shapes in self._by_shapes:
+            return self._by_shapes.get(shapes)
+        served = self._sizes.serve(shapes)
+        return None if served is None else served.last.program
+
     def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program that takes these arrays in one run, and the arrays in its order; see `check`.
 
