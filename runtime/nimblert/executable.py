@@ -15,7 +15,6 @@ import numpy as np
 from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Backend, Resident
-from nimblert.calls.changing import Commit, uninterrupted
 from nimblert.calls.entries import Signature
 from nimblert.calls.turn import Guard
 from nimblert.context import Arrays, Context, while_idle
@@ -141,22 +140,20 @@ class Executable(Context):
         """
         self._refit(refitting.checked(self.plan, weights, self._working.take))
 
-    def _refit(self, refits: Sequence[refitting.Refit], commit: Commit = uninterrupted) -> None:
-        """Do checked refits; ``commit`` is called with the change once nothing else can fail."""
+    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
+        """Do checked refits, while no run is in progress."""
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
 
         def renew(own: list[dict[str, Backend]]) -> set[Backend]:
-            return while_idle(copied(self._contexts), lambda others: self._renew(refits, commit, [*own, *others]))
+            return while_idle(copied(self._contexts), lambda others: self._renew(refits, [*own, *others]))
 
         with self._making_spares.taken(), self._making_spares.lock:
             unused = while_idle([self], renew)
         for backend in unused:
             backend.close()
 
-    def _renew(
-        self, refits: Sequence[refitting.Refit], commit: Commit, loaded: Sequence[dict[str, Backend]]
-    ) -> set[Backend]:
+    def _renew(self, refits: Sequence[refitting.Refit], loaded: Sequence[dict[str, Backend]]) -> set[Backend]:
         """Do refits for these backends, and return those that are then used no more."""
         old = [backend for backends in loaded for backend in backends.values()]
 
@@ -165,7 +162,7 @@ class Executable(Context):
             for backends in loaded:
                 backends.update({name: next(successors) for name in backends})
 
-        self._resident.refit(refits, old, replace_old, commit)
+        self._resident.refit(refits, old, replace_old)
         return set(old) - {backend for backends in loaded for backend in backends.values()}
 
     def close(self) -> None:

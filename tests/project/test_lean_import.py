@@ -48,6 +48,6 @@ def test_plans_are_inspected_where_no_framework_can_be_imported(cuda: Path) -> N
 
 
 def test_runtime_imports_rarely_used_modules_late() -> None:
-    """Loading on a GPU needs concurrent.futures, with logging, and one error difflib: a tenth of the import together."""
+    """Loading on a GPU needs concurrent.futures and logging, one error difflib: together a tenth of the import."""
     imported = set(python("import sys, nimblert; print(*sys.modules)").split())
     assert not imported & {"concurrent.futures", "difflib", "logging"}
