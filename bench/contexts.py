@@ -7,13 +7,12 @@ The threads take turns at the contexts; every output must equal, bit for bit, th
 sampled every second; it may grow by the recorded latencies. The other measurements take a sixth of the time each: 1, 2,
 4 and 8 processes (``--processes``) of one thread each, alone on the machine, the best of which the contexts are
 compared with; and with ``--devices``, threads and contexts on the first device and on all of them, whose throughputs
-are compared: all in one process, the threads with the contexts of each device in a process of their own, and so many
-threads for each device in this process, which call the devices' processes through a `ProcessPool`. The exit status is 1
-if any output was wrong, or if memory grew.
+are compared: all in one process, and with a process for each device. The exit status is 1 if any output was wrong, or
+if memory grew.
 
-The expected total is 1.7 times the seconds plus a minute (with two devices, 2.7 times plus three minutes), and the
+The expected total is 1.7 times the seconds plus a minute (with two devices, 2.3 times plus two minutes), and the
 compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
-bench/results/gpu/contexts.json`` takes about eight minutes.
+bench/results/gpu/contexts.json`` takes about seven minutes.
 """
 
 import argparse
@@ -34,11 +33,10 @@ import nimblert
 from bench import environment
 from bench.compiling import plan_of
 from bench.memory import SLACK_NBYTES, Held, grown, held
-from nimblec.measure import Measurement, measure, taking_turns
+from nimblec.measure import measure, taking_turns
 from nimblert import golden
 from nimblert.context import Context
 from nimblert.files import container
-from nimblert.processes import ProcessPool
 
 INPUTS = 8
 WARM_UP_S = 1.0
@@ -60,7 +58,7 @@ class Checked:
         self._next = 0
         self.wrong = 0
 
-    def call(self, context: Context | ProcessPool) -> None:
+    def call(self, context: Context) -> None:
         """One call on the next input."""
         self._next = index = (self._next + 1) % INPUTS  # whichever it is where threads meet
         found = context.run(self._inputs[index])
@@ -118,20 +116,13 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
         measured = measure(calls, warm_up=WARM_UP_S, duration=seconds)
     for model in models:
         model.close()
-    return _facts(devices, count, contexts, measured, sum(check.wrong for check in checks), watch)
-
-
-def _facts(
-    devices: Sequence[int], count: int, contexts: int, measured: Measurement, wrong: int, watch: Watch
-) -> dict[str, Any]:
-    """What is reported of threads on contexts, ``count`` of them for each device."""
     return {
         "devices": list(devices),
         "threads": count,
         "contexts": contexts,
         "seconds": round(measured.seconds, 3),
         "runs": measured.latencies.size,
-        "wrong": wrong,
+        "wrong": sum(check.wrong for check in checks),
         "throughput": round(measured.throughput, 1),
         "latency_ms": {name: round(value * 1000, 3) for name, value in measured.summary().items()},
         "memory": watch.facts(),
@@ -170,16 +161,6 @@ def processes(
     }
 
 
-def pooled(plan: Path, count: int, contexts: int, seconds: float, devices: Sequence[int]) -> dict[str, Any]:
-    """``count`` threads for each device, on a pool with a process of so many contexts for each."""
-    with nimblert.load(plan, device=devices[0]) as model:
-        check = Checked(model)
-    pool = nimblert.load_pool(plan, devices=devices, processes=True, contexts=contexts)
-    with pool, Watch(plan, devices[0]) as watch:
-        measured = measure([partial(check.call, pool)] * count * len(devices), warm_up=WARM_UP_S, duration=seconds)
-    return _facts(devices, count, contexts, measured, check.wrong, watch)
-
-
 def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All measurements of the command line."""
     devices = [int(text) for text in options.devices.split(",")]
@@ -193,12 +174,10 @@ def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
         facts["of_the_best_processes"] = round(one["throughput"] / best, 3)
     if len(devices) > 1:
         together = partial(threads, plan, options.threads, options.contexts, part)
-        pool = partial(pooled, plan, options.threads, options.contexts, part)
         apart = partial(processes, plan, seconds=part, count=options.threads, contexts=options.contexts)
         facts["devices"] = {
             "one_process": _beside_one(together, devices),
             "a_process_for_each": _beside_one(apart, devices),
-            "a_pool_of_processes": _beside_one(pool, devices),
         }
     pairs = [run for way in facts.get("devices", {}).values() for run in way["runs"]]
     runs = [one, *facts["processes"], *pairs]

@@ -10,7 +10,6 @@ from nimblert.arrays.device_arrays import DeviceOutput
 from nimblert.context import Context
 from nimblert.errors import (
     CudaError,
-    DeviceLostError,
     DeviceMismatchError,
     InputError,
     NimbleError,
@@ -19,9 +18,10 @@ from nimblert.errors import (
     PlanInvalidError,
 )
 from nimblert.executable import Executable, load
-from nimblert.executable_pool import ExecutablePool, load_pool
 from nimblert.limits import Limits
 from nimblert.plan import Plan
+from nimblert.pool import ExecutablePool, load_pool
+from nimblert.telemetry import ObservedCall, observe
 from nimblert.timing import CommandTime
 
 __version__ = "0.1.0"
@@ -31,7 +31,6 @@ __all__ = [
     "CommandTime",
     "Context",
     "CudaError",
-    "DeviceLostError",
     "DeviceMismatchError",
     "DeviceOutput",
     "Executable",
@@ -39,10 +38,12 @@ __all__ = [
     "InputError",
     "Limits",
     "NimbleError",
+    "ObservedCall",
     "Plan",
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
     "load",
     "load_pool",
+    "observe",
 ]

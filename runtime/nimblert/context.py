@@ -7,7 +7,7 @@ from typing import Any, Never, Self, TypeAlias
 
 import numpy as np
 
-from nimblert import interpreter
+from nimblert import interpreter, telemetry
 from nimblert.arena import Arena
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend, Backends, Resident
@@ -282,16 +282,25 @@ class Context:
         return results[0] if len(results) == 1 else results
 
     def _run(
-        self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool = False, stream: Any = None
+        self,
+        signature: Signature,
+        arrays: Arrays,
+        out: Arrays,
+        *,
+        reuse_outputs: bool = False,
+        stream: Any = None,
+        is_observed: bool = False,
     ) -> dict[str, np.ndarray]:
+        observer = telemetry.observer
+        if observer is not None and not is_observed:
+            bound = self._bindings[signature.name].program
+            with observer(telemetry.observed_call(self.plan, signature, arrays, bound)):
+                return self._run(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream, is_observed=True)
         if not (out or reuse_outputs) and stream is None and (direct := self._direct.get(signature.name)) is not None:
             results = direct(arrays)
             if results is not None:
                 return results
         return self._run_any(signature, arrays, out, reuse_outputs=reuse_outputs, stream=stream)
-
-    _run_within = _run
-    """The call of an executable in this context, a spare one: observers have seen that one's `_run`."""
 
     def _run_any(
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any

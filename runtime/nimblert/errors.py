@@ -31,9 +31,11 @@ class PlanInvalidError(PlanError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(p if len(p) <= _LONGEST else f"{p[:300]}...{p[-150:]}" for p in problems)
-        shown = "; ".join(self.problems[:3])
+        super().__init__(self.problems)  # so that a pickle of it can be read
+
+    def __str__(self) -> str:
         more = len(self.problems) - 3
-        super().__init__(shown + (f"; and {more} more" if more > 0 else ""))
+        return "; ".join(self.problems[:3]) + (f"; and {more} more" if more > 0 else "")
 
 
 class DeviceMismatchError(NimbleError):
@@ -53,19 +55,15 @@ class CudaError(NimbleError):
     def __init__(self, api: str, result: str) -> None:
         self.api = api
         self.result = result
-        super().__init__(f"{api}: {result}{_what_next(result)}")
+        super().__init__(api, result)  # so that a pickle of it can be read
+
+    def __str__(self) -> str:
+        return f"{self.api}: {self.result}{_what_next(self.result)}"
 
     @property
     def is_final(self) -> bool:
         """Whether CUDA refuses every later call of the process."""
         return self.result in _FATAL
-
-
-class DeviceLostError(NimbleError):
-    """A process of a pool has ended: by a failed kernel, a signal, an exit.
-
-    The calls that it had begun have no answer and may be repeated; later ones go to the other devices.
-    """
 
 
 def raised_by_handler(exc: BaseException) -> bool:

@@ -1,10 +1,8 @@
 """Executable: a loaded plan, with its code and weights on one device; and `load`, which makes one."""
 
-import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -17,7 +15,6 @@ import numpy as np
 from nimblert.arena import Arena
 from nimblert.calls import refitting
 from nimblert.calls.backend import Backend, Resident
-from nimblert.calls.changing import Commit, uninterrupted
 from nimblert.calls.entries import Signature
 from nimblert.calls.turn import Guard
 from nimblert.context import Arrays, Context, while_idle
@@ -99,7 +96,7 @@ class Executable(Context):
             spare = None
         if spare is not None:
             try:
-                return spare._run_within(signature, arrays, out)  # noqa: SLF001 - of its own class
+                return spare._run(signature, arrays, out, is_observed=True)  # noqa: SLF001 - of its own class
             except DeviceMismatchError:  # no memory for a program that it has not loaded
                 pass
             finally:
@@ -143,22 +140,20 @@ class Executable(Context):
         """
         self._refit(refitting.checked(self.plan, weights, self._working.take))
 
-    def _refit(self, refits: Sequence[refitting.Refit], commit: Commit = uninterrupted) -> None:
-        """Do checked refits; ``commit`` is called with the change once nothing else can fail."""
+    def _refit(self, refits: Sequence[refitting.Refit]) -> None:
+        """Do checked refits, while no run is in progress."""
         with self._turn.taken(), self._turn.lock:
             self._turn.check_ready()
 
         def renew(own: list[dict[str, Backend]]) -> set[Backend]:
-            return while_idle(copied(self._contexts), lambda others: self._renew(refits, commit, [*own, *others]))
+            return while_idle(copied(self._contexts), lambda others: self._renew(refits, [*own, *others]))
 
         with self._making_spares.taken(), self._making_spares.lock:
             unused = while_idle([self], renew)
         for backend in unused:
             backend.close()
 
-    def _renew(
-        self, refits: Sequence[refitting.Refit], commit: Commit, loaded: Sequence[dict[str, Backend]]
-    ) -> set[Backend]:
+    def _renew(self, refits: Sequence[refitting.Refit], loaded: Sequence[dict[str, Backend]]) -> set[Backend]:
         """Do refits for these backends, and return those that are then used no more."""
         old = [backend for backends in loaded for backend in backends.values()]
 
@@ -167,13 +162,8 @@ class Executable(Context):
             for backends in loaded:
                 backends.update({name: next(successors) for name in backends})
 
-        self._resident.refit(refits, old, replace_old, commit)
+        self._resident.refit(refits, old, replace_old)
         return set(old) - {backend for backends in loaded for backend in backends.values()}
-
-    def check_not_within(self) -> None:
-        """Raise InputError where this thread is in a call, here or in a context, or works for one."""
-        for guard in self._turn.family():
-            guard.check_not_within()
 
     def close(self) -> None:
         """Free everything, the contexts made of it too; calling it twice is harmless.
@@ -183,7 +173,8 @@ class Executable(Context):
         """
         if not self._turn.can_end:
             return
-        self.check_not_within()
+        for guard in self._turn.family():
+            guard.check_not_within()
         with self._making_spares.taken(), self._making_spares.lock:
             self._spares_left = 0
         try:
@@ -266,16 +257,10 @@ def load(
     - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
       for it.
 
-    With NIMBLERT_NVTX=1 in the environment, every call of the process is an NVTX range (`nimblert.telemetry`).
-
     Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
     ``limits``; DeviceMismatchError where this machine cannot run it; CudaError where a call of CUDA fails, as for lack
     of memory; and InputError for an invalid argument.
     """
-    if os.environ.get("NIMBLERT_NVTX") == "1":
-        from nimblert import telemetry  # which other processes need not import
-
-        telemetry.observe_by_environment()
     make = partial(_loaded, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
     if isinstance(plan, Plan):
         return make(checked(plan, program, limits))
@@ -284,6 +269,8 @@ def load(
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
         return make(checked(decoded, program, limits))
+    from concurrent.futures import ThreadPoolExecutor  # only a plan for a GPU needs it
+
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
         # A future in a variable would form a cycle with its error, and keep a refused file mapped.

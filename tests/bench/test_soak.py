@@ -72,13 +72,6 @@ def test_growth_is_seen(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) 
     assert soak.main([str(path), "--count", "200"]) == 1
 
 
-def test_threads_on_a_pool_of_processes(path: Path) -> None:
-    facts = contexts.pooled(path, 4, 2, 1.5, [0])
-    assert (facts["devices"], facts["threads"], facts["contexts"], facts["wrong"]) == ([0], 4, 2, 0)
-    assert facts["runs"] > 10
-    assert facts["memory"]
-
-
 def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> None:
     arguments = ["--threads", "6", "--contexts", "2", "--seconds", "1.2", "--processes", "1,2"]
     facts = measured(contexts, path, tmp_path / "contexts.json", *arguments)

@@ -10,7 +10,7 @@ import nimblert
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content, Place
 from nimblec.ir import LIBRARY_MEMORY, BufferKind
 from nimblert import golden
-from nimblert.pool import keeps_state
+from nimblert.rules.state_rules import keeps_state
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler
@@ -41,7 +41,7 @@ def test_a_plan_with_split_sums_has_no_state(gpu_compiler: "GpuCompiler") -> Non
     with nimblert.load(path) as executable:
         assert not executable.state
         (expected,) = executable.run(arrays).values()
-    with nimblert.load_pool(path, devices=[0], processes=True) as pool:
+    with nimblert.load_pool(path, devices=[0]) as pool:
         for _ in range(3):
             (found,) = pool.run(arrays).values()
             assert np.array_equal(found, expected)

@@ -22,7 +22,6 @@ from sized_plans import sized
 
 import nimblert
 from nimblert import Arena, Executable, interpreter
-from nimblert.context import Context
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import CudaError, DeviceMismatchError, InputError
@@ -301,15 +300,6 @@ def test_whatever_fails_to_close_all_else_of_an_executable_is_closed(
     assert residents == [model._resident]
 
 
-def test_whatever_fails_to_close_all_else_of_a_pool_is_closed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = [nimblert.load(small) for _ in range(3)]
-    pool = nimblert.ExecutablePool(members)
-    closed_of(CpuBackend, monkeypatch, members[0].backend, members[2].backend)
-    with pytest.raises(CudaError, match="cuMemFree"):
-        pool.close()
-    assert all(member._turn.closed for member in members)
-
-
 @pytest.mark.parametrize("at_work", [0, 1])
 def test_closing_that_is_interrupted_while_it_waits_frees_nothing_in_use(
     small: Path, monkeypatch: pytest.MonkeyPatch, at_work: int
@@ -358,16 +348,6 @@ class _Growing(weakref.WeakSet[Any]):
             if len(self.kept) == 1:
                 self.grow()
             yield one
-
-
-def test_contexts_may_be_made_while_a_pool_counts_them(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with nimblert.load_pool(small) as pool:
-        (member,) = pool._members
-        contexts = _Growing(lambda: Context(pool.plan, member.executable._resident))
-        contexts.grow()
-        monkeypatch.setattr(member.executable, "_contexts", contexts)
-        made = pool.context()
-        assert {*contexts} == {made, *contexts.kept}
 
 
 def test_contexts_may_be_made_while_the_interpreter_waits_for_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:

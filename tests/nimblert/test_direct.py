@@ -16,8 +16,6 @@ from subprocesses import python
 
 import nimblec
 import nimblert
-from nimblert import telemetry
-from nimblert.context import Context
 from nimblert.cpu.direct import AtWork, Direct, at_work
 from nimblert.errors import InputError
 from nimblert.executable import Executable
@@ -176,29 +174,6 @@ def test_a_replay_is_of_the_last_call(model: Executable) -> None:
     expected = model.run(arrays(2))["y"]
     model.replay()
     assert np.array_equal(model.backend.outputs[0], expected)
-
-
-def test_observers_are_told_of_each_call_once(model: Executable) -> None:
-    told: list[str] = []
-
-    class Observer:
-        def command(self, _: object) -> Any:
-            raise AssertionError
-
-        @contextmanager
-        def call(self, kind: str, _: Context, entry: str) -> Iterator[None]:
-            told.append(f"{kind} {entry}")
-            yield
-
-    end = telemetry.observe(Observer())
-    try:
-        model.run(arrays(0))
-        with model._turn.lock:  # so that a spare context takes the call
-            model.run(arrays(0))
-            model.run(arrays(0))
-    finally:
-        end()
-    assert told == ["run main"] * 3
 
 
 FORKED = f"""

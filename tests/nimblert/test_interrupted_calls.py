@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from kept_state import keeping
 import nimblert
 from nimblert import Arena, Context, Executable, InputError
 from nimblert.cpu.streams import Worker
-from nimblert.executable_pool import ExecutablePool
 
 X = np.ones(4, np.float32)
 
@@ -148,46 +146,6 @@ def test_a_run_in_a_shared_arena(path: Path) -> None:
         assert np.array_equal(result, other(X))
 
 
-@pytest.mark.parametrize("use", ["close", "refit", "reset"])
-def test_a_pool_within_its_call(path: Path, use: str) -> None:
-    with nimblert.load_pool(path) as pool:
-        assert isinstance(pool, ExecutablePool)
-        turn = pool._members[0].executable._turn
-        for _ in range(3):
-            result, message = interrupted(turn, lambda: pool(X), _pool_uses(pool)[use])
-            assert message.startswith("this pool")
-            assert WITHIN in message
-            assert np.array_equal(result, pool(X))
-        assert not pool._calls
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops those of finalizers
-@pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="with can skip __exit__: python/cpython#148874")
-def test_interrupted_calls_of_a_pool_are_no_longer_in_flight(path: Path) -> None:
-    armed = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise KeyboardInterrupt
-
-    fail = signal.signal(signal.SIGALRM, interrupt)
-    delays = np.random.default_rng(0)
-    with nimblert.load_pool(path) as pool:
-        expected = pool(X)
-        for _ in range(1000):
-            armed = True
-            with suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-6, 2e-4))
-                while armed:
-                    pool(X)
-        signal.signal(signal.SIGALRM, fail)
-        signal.alarm(20)
-        pool.refit({})
-        assert np.array_equal(pool(X), expected)
-
-
 def test_a_finalizer(model: Executable) -> None:
     messages: list[str] = []
 
@@ -280,114 +238,6 @@ def test_an_exception_within_a_change_of_state_that_is_kept(model: Executable) -
     with ThreadPoolExecutor(1) as threads:
         assert np.array_equal(threads.submit(model, X).result(10), model(X))
     assert kept.value.__traceback__ is not None
-
-
-@pytest.mark.parametrize("use", ["call", "context", "close", "refit", "reset"])
-def test_a_pool_within_its_refit(path: Path, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-    with nimblert.load_pool(path) as pool:
-        assert isinstance(pool, ExecutablePool)
-        expected = pool(X)
-        refit = Executable._refit
-
-        def interrupting(self: Executable, *args: Any, **options: Any) -> None:
-            with pytest.raises(InputError) as raised:
-                _pool_uses(pool)[use]()
-            messages.append(str(raised.value))
-            refit(self, *args, **options)
-
-        monkeypatch.setattr(Executable, "_refit", interrupting)
-        pool.refit({})
-        assert WITHIN in messages[0]
-        assert np.array_equal(pool(X), expected)
-
-
-@pytest.mark.parametrize("use", ["close", "refit", "reset"])
-def test_a_pool_within_the_call_of_a_context_of_it(path: Path, use: str) -> None:
-    with nimblert.load_pool(path) as pool, pool.context() as context, pool.context() as closed:
-        closed.close()
-        result, message = interrupted(context._turn, lambda: context(X), _pool_uses(pool)[use])
-        assert WITHIN in message
-        assert np.array_equal(result, pool(X))
-        pool.reset()
-
-
-@pytest.mark.parametrize("use", ["call", "context", "close", "refit", "reset"])
-def test_a_pool_within_the_call_of_a_context_of_it_that_a_refit_waits_for(path: Path, use: str) -> None:
-    with nimblert.load_pool(path) as pool, pool.context() as context:
-        assert isinstance(pool, ExecutablePool)
-        expected = pool(X)
-        threads: list[threading.Thread] = []
-
-        def refit_elsewhere() -> None:
-            threads.append(threading.Thread(target=pool.refit, args=({},)))
-            threads[0].start()
-            while not context._turn.waits:
-                time.sleep(1e-3)
-            _pool_uses(pool)[use]()
-
-        _, message = interrupted(context._turn, lambda: context(X), refit_elsewhere)
-        threads[0].join(20)
-        assert WITHIN in message
-        assert np.array_equal(context(X), expected)
-
-
-@pytest.mark.parametrize("use", ["call", "context"])
-def test_a_pool_within_its_call_that_a_refit_waits_for(path: Path, use: str) -> None:
-    """The refit has not begun, and waits for both."""
-    with nimblert.load_pool(path) as pool:
-        assert isinstance(pool, ExecutablePool)
-        turn = pool._members[0].executable._turn
-        threads: list[threading.Thread] = []
-
-        def refit_elsewhere() -> None:
-            threads.append(threading.Thread(target=pool.refit, args=({},)))
-            threads[0].start()
-            while not pool._exclusive.locked():
-                time.sleep(1e-3)
-            _pool_uses(pool)[use]()
-
-        result, _ = interrupted(turn, lambda: pool(X), refit_elsewhere)
-        threads[0].join(20)
-        assert np.array_equal(pool(X), result)
-
-
-def _pool_uses(pool: ExecutablePool) -> dict[str, Callable[[], object]]:
-    return {
-        "call": lambda: pool(X),
-        "context": pool.context,
-        "close": pool.close,
-        "refit": lambda: pool.refit({}),
-        "reset": pool.reset,
-    }
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
-def test_a_pool_in_a_forked_process(path: Path) -> None:
-    with nimblert.load_pool(path) as pool:
-        turn = pool._members[0].executable._turn
-
-        def forked() -> None:
-            for use in _pool_uses(pool).values():
-                if use == pool.close:
-                    use()
-                else:
-                    with pytest.raises(InputError, match=r"^this pool was loaded in process \d+: load the plan again"):
-                        use()
-
-        def fork() -> None:
-            process = os.fork()
-            if process == 0:
-                with suppress(BaseException):
-                    forked()
-                    os._exit(0)
-                os._exit(1)
-            statuses.append(os.waitpid(process, 0)[1])
-
-        statuses: list[int] = []
-        interrupted(turn, lambda: pool(X), fork)
-        assert statuses == [0]
-        assert np.allclose(pool(X), 2 * np.tanh(1))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import plans
 import pytest
 from programs import planned, with_program
@@ -35,7 +36,7 @@ def encoder(batch: Fit, sequence: Fit) -> list[Program]:
 def refused(programs: list[Program], *shapes: Shape) -> str:
     """The message for inputs of these shapes."""
     with pytest.raises(InputError) as caught:
-        Signature("main", programs).outputs(shapes)
+        Signature("main", programs).serve([np.empty(shape, np.int8) for shape in shapes])
     return str(caught.value)
 
 

@@ -45,3 +45,9 @@ def test_a_process_that_runs_cuda_plans_imports_nothing_of_the_cpu_target_and_no
 def test_plans_are_inspected_where_no_framework_can_be_imported(cuda: Path) -> None:
     code = "import sys; from nimblec.cli import main; main(['inspect', sys.argv[1], '--json'])"
     assert json.loads(python(code, cuda, without=COMPILERS))["target"] == "cuda"
+
+
+def test_runtime_imports_rarely_used_modules_late() -> None:
+    """Loading on a GPU needs concurrent.futures and logging, one error difflib: together a tenth of the import."""
+    imported = set(python("import sys, nimblert; print(*sys.modules)").split())
+    assert not imported & {"concurrent.futures", "difflib", "logging"}

@@ -98,12 +98,10 @@ class Resident(Protocol):
         refits: Sequence[Refit],
         backends: Sequence[Any],
         replace_old: Callable[[Sequence[Backend]], None],
-        commit: Commit,
     ) -> None:
-        """Replace weights, none where ``commit`` is not called or does not make the change.
+        """Replace weights: all of them, or none where it raises.
 
-        That is called once nothing else can fail. The change ends with ``replace_old``, which takes the successor of
-        each backend.
+        The change, which is `uninterrupted`, ends with ``replace_old``, which takes the successor of each backend.
         """
 
     def close(self) -> None:

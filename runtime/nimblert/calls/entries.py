@@ -94,16 +94,18 @@ class Signature:
         """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
         return self._serve(tuple(array.shape for array in arrays))
 
-    def outputs(self, shapes: Shapes) -> tuple[Tensor, ...]:
-        """The outputs of a call with inputs of these shapes. Raises InputError where no program serves them."""
-        program = self._by_shapes.get(shapes)
-        return self._serve(shapes).outputs if program is None else program.outputs
-
     def _serve(self, shapes: Shapes) -> Served:
         served = self._sizes.serve(shapes)
         if served is None:
             raise InputError(why_unserved(self.name, self.programs, shapes))
         return served
+
+    def program(self, shapes: Shapes) -> Program | None:
+        """Return the program that serves inputs of these shapes, in the last of several runs; None if there is none."""
+        if len(shapes) != len(self._names) or shapes in self._by_shapes:
+            return self._by_shapes.get(shapes)
+        served = self._sizes.serve(shapes)
+        return None if served is None else served.last.program
 
     def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
         """The program that takes these arrays in one run, and the arrays in its order; see `check`.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -78,6 +77,8 @@ def _is_counter(name: object) -> bool:
 def _unknown(name: object, known: list[str]) -> str:
     if not known:
         return f"weight {name!r}: the plan has no weights that a refit replaces: compile with --refittable"
+    from difflib import get_close_matches  # only this error needs it
+
     meant = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {meant[0]!r}? Else" if meant else "where the model has it,"
     return (

@@ -21,7 +21,7 @@ import numpy as np
 
 from nimblert.arrays import layouts, padding
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.calls.changing import Commit
+from nimblert.calls.changing import Commit, uninterrupted
 from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.calls.turn import Turn
@@ -73,7 +73,6 @@ class CpuResident:
         refits: Sequence[Refit],
         backends: Sequence["CpuBackend"],
         replace_old: Callable[[Sequence["CpuBackend"]], None],
-        commit: Commit,
     ) -> None:
         """Replace weights; see `Resident.refit`.
 
@@ -90,7 +89,7 @@ class CpuResident:
 
         try:
             made.extend(backend.renewed(renewed) for backend in backends)
-            commit(change)
+            uninterrupted(change)
         except BaseException:
             if self.weights is not weights:
                 for backend in made:

@@ -65,11 +65,10 @@ class CudaResident:
         refits: Sequence[Refit],
         backends: Sequence["CudaBackend"],
         replace_old: Callable[[Sequence["CudaBackend"]], None],
-        commit: Commit,
     ) -> None:
         """Replace weights in place: the backends stay the same."""
         del backends, replace_old
-        self._refitter.refit(refits, commit)
+        self._refitter.refit(refits)
 
     def close(self) -> None:
         """Free code and weights; every context must be closed."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray
-from nimblert.calls.changing import Commit
+from nimblert.calls.changing import uninterrupted
 from nimblert.calls.refitting import Refit
 from nimblert.calls.remembering import remembered
 from nimblert.cuda import graph
@@ -38,10 +38,10 @@ class Refitter:
         self._kernels = kernels
         self._prepared: _Prepared | None = None
 
-    def refit(self, refits: Sequence[Refit], commit: Commit) -> None:
+    def refit(self, refits: Sequence[Refit]) -> None:
         """Do ``refits`` once the device is idle, and wait.
 
-        Everything that can fail comes before ``commit``: memory is allocated, the graph is built. Raises InputError,
+        Everything that can fail comes before the change: memory is allocated, the graph is built. Raises InputError,
         CudaError.
         """
         with closing(Context(self._device)) as context:
@@ -60,7 +60,7 @@ class Refitter:
                 call("cuCtxSynchronize")
 
             call("cuCtxSynchronize")  # launches may still be running
-            commit(change)
+            uninterrupted(change)
 
     def _prepare(self, programs: Sequence[Program]) -> "_Prepared":
         """Memory and graph for these refits, those of the last time where it was the same ones."""

@@ -201,14 +201,9 @@ def digest(image: memoryview) -> bytes:
     return sha256.digest()
 
 
-def recorded_digest(image: memoryview) -> bytes:
-    """The digest that a plan file ends with."""
-    return bytes(image[-_DIGEST_NBYTES:])
-
-
 def verify_digest(image: memoryview, path: str) -> None:
     """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
-    if digest(image) != recorded_digest(image):
+    if digest(image) != image[-_DIGEST_NBYTES:]:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 

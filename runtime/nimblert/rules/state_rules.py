@@ -45,6 +45,11 @@ def _tensor(state: Sequence[Weight], access: Access) -> Weight | None:
     return tensor if start + access.nbytes <= tensor.offset + tensor.data.nbytes else None
 
 
+def keeps_state(plan: Plan) -> bool:
+    """Return whether a run of the plan changes what later runs read."""
+    return any(writes_state(plan.state, program) for program in plan.programs)
+
+
 def writes_state(state: Sequence[Weight], program: Program) -> bool:
     """Whether a run of a program changes what later runs read: tensors of the plan's ``state`` that have a name."""
     if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
