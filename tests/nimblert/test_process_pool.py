@@ -25,6 +25,7 @@ from process_pools import calls_of, child, copying, file_count, gone, hung_up, p
 from programs import bare
 from sized_plans import sized
 
+from nimblec.plan import encoder
 from nimblert import (
     CudaError,
     DeviceLostError,
@@ -90,7 +91,7 @@ def test_calls_of_any_size_are_those_of_a_loaded_plan(pool: ProcessPool, model: 
 
 def test_entries_dtypes_and_shapes(tmp_path: Path) -> None:
     plan = bare(*(copying(f"{dtype} {shape}", dtype, shape) for dtype in DTYPES for shape in SHAPES))
-    plan.save(tmp_path / "m.plan")
+    encoder.write(plan, tmp_path / "m.plan")
     with pool_of(tmp_path / "m.plan", 1) as pool, load(plan) as model:
         assert pool.entries == model.entries
         for entry, program in zip(pool.entries, plan.programs, strict=True):
@@ -602,7 +603,7 @@ def test_what_cannot_be_loaded_is_refused_as_by_load(tmp_path: Path) -> None:
         (damaged, {}),
         (path, {"program": "other"}),
         (path, {"limits": 3}),
-        (cuda_plan(), {"device": 0}),
+        (encoder.encode_file(cuda_plan()), {"device": 0}),
         (path, {"device": 1}),
     )
     for plan, options in cases:
@@ -615,7 +616,7 @@ def test_what_cannot_be_loaded_is_refused_as_by_load(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="contexts: got 0, expected a number of at least 1"):
         load_pool(path, processes=True, contexts=0)
     with pytest.raises(InputError, match="the plan has state, which is each context's own: load it without processes"):
-        load_pool(stateful(), processes=True)
+        load_pool(encoder.encode_file(stateful()), processes=True)
 
 
 def stateful() -> Plan:

@@ -16,6 +16,7 @@ import numpy as np
 from programs import bare
 from subprocesses import ROOT, SOURCES
 
+from nimblec.plan import encoder
 from nimblec.refit.programs import refits_in_place
 from nimblert import load_pool
 from nimblert.plan import ITEM_NBYTES, Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
@@ -25,6 +26,7 @@ from nimblert.processes.process import Process
 
 def pool_of(plan: Any, devices: int = 2, contexts: int = 2, **options: Any) -> ProcessPool:
     """A pool with so many processes on device 0."""
+    plan = encoder.encode_file(plan) if isinstance(plan, Plan) else plan
     return load_pool(plan, devices=[0] * devices, processes=True, contexts=contexts, **options)
 
 

@@ -33,7 +33,7 @@ def load(
     """As `nimblert.load_pool` with processes. ``options`` are further ones of `load`."""
     if not is_integer(contexts) or contexts < 1:
         raise InputError(f"contexts: got {contexts!r}, expected a number of at least 1")
-    image = container.open_image(container.encode_file(plan) if isinstance(plan, Plan) else plan, copy=copy)
+    image = container.open_image(container.image_of(plan) if isinstance(plan, Plan) else plan, copy=copy)
     path = "plan" if isinstance(plan, Plan) else container.name(plan)
     container.verify_digest(image, path)
     selected = checked(container.decoded(image, path), program, limits)
