@@ -29,6 +29,7 @@ import numpy as np
 
 from bench import environment
 from bench.clocks import spread
+from nimblec.plan import encoder
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests" / "support"))  # the families
@@ -83,7 +84,7 @@ def prepared(case: str, folder: Path) -> tuple[Path, Path]:
     model, plan = folder / f"{stem}.onnx", folder / f"{stem}.plan"
     if not plan.exists():
         export(*CASES[case], model)
-        plan_file(model, streams=1).save(plan)
+        encoder.write(plan_file(model, streams=1), plan)
     return model, plan
 
 

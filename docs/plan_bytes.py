@@ -8,7 +8,8 @@ from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Any, TypeAlias
 
-from nimblert.files import segments
+from nimblec.plan import encoder
+from nimblert.files import schema
 from nimblert.plan import Plan, Target
 
 SCHEMA = Path(__file__).parent.parent / "schema" / "plan.fbs"
@@ -35,17 +36,17 @@ def columns(rows: Iterable[Sequence[object]]) -> Lines:
 def file_map(plan: Plan, image: memoryview) -> Lines:
     """The parts of the file, in order."""
     flatbuffer_nbytes = _flatbuffer_nbytes(image)
-    placed = segments.place(plan, flatbuffer_nbytes)
+    placed = encoder.encode(plan).segments
     names = [f"model of kernel {i}: {plan.kernels[i].symbol}" for i in range(len(plan.modules))]
     names += [f"weight {w.name}, at {w.offset:,} of its region" for w in plan.weights]
     rows: list[Sequence[object]] = [("offset", "bytes", "what"), ("0", f"{flatbuffer_nbytes:,}", "FlatBuffer")]
     rows += [(f"{s.offset:,}", f"{s.nbytes:,}", name) for s, name in zip(placed, names, strict=True)]
-    rows.append((f"{len(image) - segments.TRAILER_NBYTES:,}", f"{segments.TRAILER_NBYTES}", "trailer"))
+    rows.append((f"{len(image) - schema.TRAILER.size:,}", f"{schema.TRAILER.size}", "trailer"))
     yield from columns(rows)
 
 
 def _flatbuffer_nbytes(image: memoryview) -> int:
-    return int(_SIZES.unpack_from(image, len(image) - segments.TRAILER_NBYTES + 8)[0])
+    return int(_SIZES.unpack_from(image, len(image) - schema.TRAILER.size + 8)[0])
 
 
 def _dump(image: memoryview, begin: int, end: int, notes: Sequence[tuple[int, str]], hidden: int = 0) -> Lines:
@@ -99,7 +100,7 @@ def _field(image: memoryview, at: int, name: str) -> str:
 
 def trailer(image: memoryview) -> Lines:
     """The last 64 bytes of the file."""
-    begin = len(image) - segments.TRAILER_NBYTES
+    begin = len(image) - schema.TRAILER.size
     flatbuffer_nbytes, nbytes = _SIZES.unpack_from(image, begin + 8)
     notes = [
         (begin, "magic 'NPLNTAIL'"),

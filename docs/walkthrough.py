@@ -28,6 +28,7 @@ from nimblec.frontend.onnx import model_file
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.ir import BufferKind, Graph
 from nimblec.lean import LeanProcess
+from nimblec.plan import encoder
 from nimblec.planning import Measured, make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
@@ -179,7 +180,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
     yield "lowering", lowering(plan)
     plan = with_golden(plan, model)
     path = folder / "digits.plan"
-    container.write(plan, path)
+    encoder.write(plan, path)
     image = container.open_image(path)
     yield "file", plan_bytes.file_map(plan, image)
     yield "head", plan_bytes.head(image)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fuzz.campaign import Fuzzer, main
 from nimblert.errors import PlanError
-from nimblert.files import container
+from nimblert.files import container, schema
 from nimblert.ordering.hazards import hazards
 
 _CORPUS = Path(__file__).parent / "corpus"
@@ -32,7 +32,7 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
         within = nbytes if rng.random() < 0.8 else len(damaged)
         _damage(damaged, rng.randrange(max(1, min(within, len(damaged)))), rng)
-    damaged += struct.pack("<8sQQ40x", container.MAGIC, min(nbytes, len(damaged)), len(damaged) + 64)
+    damaged += struct.pack("<8sQQ40x", schema.MAGIC, min(nbytes, len(damaged)), len(damaged) + 64)
     damaged[-32:] = container.digest(memoryview(damaged))
     return bytes(damaged)
 

@@ -19,13 +19,13 @@ from onnx.backend.test import loader
 from fuzz import guarded, wrapped
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge as judge_file
+from nimblec.plan import encoder
 from nimblert._generated.onnx_operators import OPERATORS, OPSETS
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.cpu.onnx_session import open_session, ort_value, runtime_errors
 from nimblert.embedded import onnx_operators, onnx_rules
 from nimblert.embedded.onnx_model import ELEMENT_TYPES
 from nimblert.embedded.protobuf import Budget
-from nimblert.files import container
 from nimblert.limits import DEFAULT_LIMITS
 from nimblert.plan import ITEM_NBYTES, Tensor
 
@@ -93,7 +93,7 @@ def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
     arrays = {new: case.arrays[old] for old, new in names.items() if old in case.arrays}
     kinds = {name: rng.choice(wrapped.KINDS) for name in arrays}
     outputs = _outputs(Case(node, case.opset, arrays), kinds, rng, note)
-    return container.encode_file(wrapped.plan_of(node, case.opset, arrays, kinds, outputs))
+    return encoder.encode_file(wrapped.plan_of(node, case.opset, arrays, kinds, outputs))
 
 
 def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes], object]) -> list[Tensor]:
@@ -110,7 +110,7 @@ def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes]
     ]
     if refused:
         return guess
-    note(container.encode_file(plan))
+    note(encoder.encode_file(plan))
     model = onnx.ModelProto.FromString(bytes(module.code))
     for value in model.graph.output:
         value.ClearField("type")

@@ -12,6 +12,7 @@ from typing import Any
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge
+from nimblec.plan import encoder
 from nimblert.errors import PlanFormatError
 from nimblert.files import container
 from nimblert.plan import ITEM_NBYTES, Launch, Plan
@@ -35,7 +36,7 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
         for _ in range(rng.choice((1, 1, 2, 3))):
             plan = _changed_commands(plan, rng) if rng.random() < 0.25 else _changed(plan, rng)
         try:
-            return container.encode_file(plan)
+            return encoder.encode_file(plan)
         except (PlanFormatError, ValueError):  # no file can hold it
             continue
 
@@ -103,7 +104,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 
 def _changed_record(value: Any, rng: random.Random) -> Any:
-    fields = [field.name for field in dataclasses.fields(value) if field.name not in _UNTOUCHED]
+    fields = [field.name for field in dataclasses.fields(value) if field.init and field.name not in _UNTOUCHED]
     often = ("programs", "refits", "kernels", "commands", "parameters", "modules")
     weights = [8 if name in often else 1 for name in fields]
     (name,) = rng.choices(fields, weights)

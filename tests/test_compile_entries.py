@@ -24,6 +24,7 @@ from nimblec.frontend.pytorch.handover import hand_over
 from nimblec.frontend.pytorch.state import share
 from nimblec.ir import Part
 from nimblec.options import InputSpec, NamedInput, Options
+from nimblec.plan import encoder
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -196,7 +197,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
         schedule = serial(dependencies(graph))
         memory = layout(graph, schedule)
         parts.append(Part(graph=graph, schedule=schedule, memory=memory, profile=(("batch", rows),)))
-    assemble(parts, provenance).save(path.with_suffix(".plan"))
+    encoder.write(assemble(parts, provenance), path.with_suffix(".plan"))
     return path
 
 

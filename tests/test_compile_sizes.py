@@ -31,6 +31,7 @@ from nimblec import compile as compile_model
 from nimblec.errors import ArgumentError, CompileError
 from nimblec.fits import find_fits
 from nimblec.options import read_options, read_sizes
+from nimblec.plan.encoder import write
 from nimblert.plan import Fit, Program
 
 node = helper.make_node
@@ -329,7 +330,7 @@ def test_verify_repeats_the_runs(nimblec: CommandLine, rows_plan: Path, tmp_path
     done = nimblec("verify", tmp_path / "exact.plan")
     assert "skipped  padding: the programs serve no sizes but their own" in done.out
     lying = tuple(replace(program, fits=(Fit.SPLIT,)) for program in plan.programs)
-    replace(plan, programs=lying).save(tmp_path / "lying.plan")
+    write(replace(plan, programs=lying), tmp_path / "lying.plan")
     done = nimblec("verify", tmp_path / "lying.plan")
     assert done.status == 2
     assert "FAILED   padding: program 'main[batch=1]': batch is SPLIT, and runs show EXACT" in done.out

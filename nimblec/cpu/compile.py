@@ -28,12 +28,12 @@ from nimblec.ir import Graph, KernelWork, Part, ProgramKey, program_name
 from nimblec.lean import LeanProcess, run_seconds
 from nimblec.machine import processor
 from nimblec.options import InputSpec, Options, sample_range
+from nimblec.plan import encoder
 from nimblec.planning import choose_schedule
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
 from nimblert import golden
 from nimblert.cpu.onnx_session import onnxruntime
-from nimblert.files import container
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 plan, found = find_fits(plan)
                 notes += found
     with stage(observer, "write"):
-        container.write(plan, output)
+        encoder.write(plan, output)
     return run_seconds(plan), notes
 
 

@@ -13,9 +13,9 @@ from nimblec.errors import CompileError
 from nimblec.fits import find_fits
 from nimblec.ir import ProgramKey
 from nimblec.lean import DifferingOutput, LeanProcess, run_seconds
+from nimblec.plan import encoder
 from nimblert import golden
 from nimblert.errors import CudaError
-from nimblert.files import container
 from nimblert.plan import Plan, Program, Target
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def write_checked(
                 plan, notes = find_fits(plan)
             reports.note(notes)
         with reports.stage("write"):
-            container.write(plan, request.output)
+            encoder.write(plan, request.output)
         with reports.stage("check"):
             problem = lean.differing_output(request.output, run_s=run_seconds(plan))
             if problem:

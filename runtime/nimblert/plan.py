@@ -324,6 +324,9 @@ class Plan:
 
     ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
     stored there unchanged, and from the others the commands compute weights of the plan.
+
+    A plan that was read is a view of the bytes of its file; one that was made in memory, by `dataclasses.replace` too,
+    has none.
     """
 
     producer: str
@@ -338,6 +341,8 @@ class Plan:
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
     refits: tuple[Program, ...] = ()
+    image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
+    """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
 
     @property
     def entries(self) -> dict[str, tuple[Program, ...]]:
@@ -354,7 +359,7 @@ class Plan:
         return max((program.arena_nbytes for program in self.programs), default=0)
 
     save: ClassVar[Callable[["Plan", str | PathLike[str]], None]]
-    """``plan.save(path)`` writes the plan to a file; set by `nimblert.files.container`, which imports this module."""
+    """``plan.save(path)`` writes ``image`` to a file; set by `nimblert.files.container`, which imports this module."""
 
     def __repr__(self) -> str:
         names = listed([repr(program.name) for program in self.programs])

@@ -7,8 +7,8 @@ import pytest
 from hostile_plans import two_streams_plan, with_program
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.errors import PlanInvalidError
-from nimblert.files import container
 from nimblert.plan import Launch, Record, Wait
 
 
@@ -24,7 +24,7 @@ def test_load_refuses_streams_that_do_not_wait(tmp_path: Path, emptied: bool, se
         commands = [replace(c, reads=(), writes=()) if isinstance(c, Launch) else c for c in commands]
     racy = with_program(plan, commands=tuple(commands), event_count=0)
     path = tmp_path / "racy.plan"
-    path.write_bytes(container.encode_file(racy))
+    path.write_bytes(encoder.encode_file(racy))
     for source in (racy, path):
         with pytest.raises(PlanInvalidError) as caught:
             nimblert.load(source)

@@ -12,6 +12,7 @@ from copying import copying, on_host
 from host_driver import HostDriver
 
 from bench import arenas, environment
+from nimblec.plan import encoder
 from nimblert.executable import Executable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def paths(put: object, tmp_path: Path) -> dict[str, Path]:
     found = {f"{mib} MiB": tmp_path / f"{mib}.plan" for mib in (1, 4, 2)}
     for path in found.values():
         plan = copying((int(path.stem) << 18,), (0,))
-        replace(plan, weights_nbytes=512).save(path)
+        encoder.write(replace(plan, weights_nbytes=512), path)
     return found
 
 

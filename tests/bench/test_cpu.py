@@ -15,6 +15,7 @@ import pytest
 import nimblert
 from bench import cpu_overhead, cpu_service, environment
 from bench.cpu_overhead import CASES, SETTINGS
+from nimblec.plan import encoder
 from nimblert.cpu import onnx_session, onnx_threads
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime")
@@ -86,7 +87,7 @@ def test_plan_and_session_are_what_a_user_of_each_gets(
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     shape = [floats(name, 256, 256) for name in "xy"]
     model = write_model(tmp_path / "m.onnx", [node], shape[:1], shape[1:], constants={"w": weight})
-    plan_file(model, streams=1).save(path)
+    encoder.write(plan_file(model, streams=1), path)
     load, options_of, open_session = nimblert.load, onnx_session.session_options, onnxruntime.InferenceSession
 
     def loading(*given: Any, **options: Any) -> Any:

@@ -16,6 +16,7 @@ from host_driver import HostDriver
 import nimblert
 from bench import peer_calls, refit, refit_peer
 from bench.models import redrawn
+from nimblec.plan import encoder
 
 pytest_plugins = ("gpu_memory",)
 
@@ -59,7 +60,7 @@ ARRAYS = {
 def test_arrays_are_copied_from_either_memory(put: object, host: HostDriver, tmp_path: Path) -> None:
     del put
     path = tmp_path / "copy.plan"
-    copying((4,), (0,)).save(path)
+    encoder.write(copying((4,), (0,)), path)
     refitted: list[dict[str, np.ndarray]] = []
     with ExitStack() as opened:
         loaded = opened.enter_context(nimblert.load(path))

@@ -19,6 +19,7 @@ from bench import sizes, sizes_peer
 from bench.models import sized
 from bench.models.sized import Sized
 from bench.sizes_peer import Sizes, middles
+from nimblec.plan import encoder
 from nimblert.plan import Fit, Plan
 
 pytest_plugins = ("gpu_memory",)
@@ -64,7 +65,7 @@ def saved(folder: Path, asked: Sequence[int]) -> Path:
     several = len(asked) > 1
     programs = tuple(map(program, plans, asked)) if several else plans[0].programs
     path = folder / f"{asked}.plan"
-    replace(plans[0], programs=programs).save(path)
+    encoder.write(replace(plans[0], programs=programs), path)
     return path
 
 

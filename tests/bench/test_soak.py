@@ -14,6 +14,7 @@ from onnx import helper
 from subprocesses import python
 
 from bench import contexts, memory, soak
+from nimblec.plan import encoder
 from nimblert.context import Context
 from nimblert.errors import PlanError
 from nimblert.executable import Executable
@@ -24,7 +25,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tanh(x) as a plan."""
     folder = tmp_path_factory.mktemp("soak")
     nodes = [helper.make_node("Tanh", ["x"], ["y"])]
-    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
+    model = write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])
+    encoder.write(plan_file(model), folder / "m.plan")
     return folder / "m.plan"
 
 

@@ -14,7 +14,7 @@ from bench import training
 from bench.models import cifar_training
 from bench.nimblec_peer import gpu_us
 from bench.training_peer import MODES, TorchStep, grown, steps_alone
-from nimblert.files import container
+from nimblec.plan import encoder
 
 pytest_plugins = ("gpu_memory",)
 
@@ -58,7 +58,7 @@ def test_the_memory_of_a_plan_is_what_the_driver_has_given_more(put: object, tmp
     del put
     made = copying((1 << 20,), (0,))
     plan = replace(made, programs=(replace(made.programs[0], name="train", entry="train"),))
-    container.write(plan, tmp_path / "plan")
+    encoder.write(plan, tmp_path / "plan")
     found = grown(tmp_path / "plan", [np.zeros(1 << 20, np.float32)])
     assert found["driver_nbytes"] >= 3 << 22  # input, arena, output
 

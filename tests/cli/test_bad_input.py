@@ -21,6 +21,7 @@ from onnx import TensorProto, helper
 from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
+from nimblec.plan import encoder
 from nimblert.cuda import driver
 from nimblert.files import container
 from nimblert.files.scratch import scratch_folder
@@ -447,7 +448,7 @@ def test_a_plan_for_another_gpu_or_a_newer_driver_names_both(
     monkeypatch.setattr(driver, "initialise", lambda: None)
     monkeypatch.setattr(driver, "describe", lambda _ordinal: here)
     path = tmp_path / "cuda.plan"
-    cuda_plan().save(path)
+    encoder.write(cuda_plan(), path)
     sentence = nimblec.refused("run", path)
     assert [word for word in words if word not in sentence] == []
     assert "skipped  golden: " + sentence in nimblec("verify", path).out

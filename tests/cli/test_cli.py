@@ -15,6 +15,7 @@ from nimblec.cli import arguments
 from nimblec.cli.interrupts import INTERRUPTED
 from nimblec.errors import UnsupportedModelError
 from nimblec.options import InputSpec, NamedInput, Options, read_spec
+from nimblec.plan import encoder
 from nimblec.stages import Observer
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
@@ -208,7 +209,7 @@ class Compiler(ModuleType):
             raise self.error
         observer("capture", 1.234)
         plan = cpu_plan()
-        plan.save(output)
+        encoder.write(plan, output)
         return SimpleNamespace(plan=plan, stages=(("capture", 1.234), ("check", 0.0123)), notes=("mind [this]",))
 
 

@@ -15,6 +15,7 @@ from onnx import helper
 from plans import cpu_plan, cuda_plan
 
 from nimblec.cli.console import printable
+from nimblec.plan import encoder
 from nimblec.processes import environment
 from nimblert.plan import Plan, Program
 
@@ -63,7 +64,7 @@ RUN = [["run"], ["run", "--debug"]]
 )
 def test_names_of_a_plan(nimblec: CommandLine, tmp_path: Path, plan: Callable[[], Plan], command: list[str]) -> None:
     path = tmp_path / "evil.plan"
-    hostile(plan()).save(path)
+    encoder.write(hostile(plan()), path)
     done = nimblec(*command, path)
     assert "evil" in done.out + done.err
     assert_harmless(done.out, done.err)
@@ -75,7 +76,7 @@ def test_names_of_a_plan_on_a_terminal(nimblec: CommandLine, tmp_path: Path, mon
     """Where rich writes colours of its own."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     path = tmp_path / "evil.plan"
-    hostile(cuda_plan()).save(path)
+    encoder.write(hostile(cuda_plan()), path)
     done = nimblec("inspect", path)
     assert "\x1b[" in done.out
     assert not {"\x1b]", "\x07", "\u202e", "\u2066", "\x9b", "\x00"} & {
@@ -105,7 +106,7 @@ def test_what_prints_is_left_as_it_is() -> None:
 def test_a_reader_that_leaves_is_no_failure(tmp_path: Path, command: str) -> None:
     """The status is that of a program that SIGPIPE ended, as of any other in front of `head`."""
     plan = tmp_path / "m.plan"
-    cuda_plan().save(plan)
+    encoder.write(cuda_plan(), plan)
     arguments = command.replace("samples/digits.plan", str(plan)).split()
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -129,7 +130,7 @@ def test_a_full_disk_behind_what_is_printed_is_one_sentence(command: str) -> Non
 
 @pytest.mark.parametrize(("closed", "name", "status"), [(">&-", "m.plan", 0), ("2>&-", "none.plan", 2)])
 def test_what_a_closed_stream_would_show_is_dropped(tmp_path: Path, closed: str, name: str, status: int) -> None:
-    cuda_plan().save(tmp_path / "m.plan")
+    encoder.write(cuda_plan(), tmp_path / "m.plan")
     command = [sys.executable, "-m", "nimblec", "inspect", "--json", str(tmp_path / name)]
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command],

@@ -14,6 +14,7 @@ from command_line import OLD_PLAN, CommandLine
 from plans import cpu_plan, cuda_plan
 
 from nimblec.inspect.inspection import describe
+from nimblec.plan import encoder
 from nimblert.files import container
 from nimblert.plan import Plan, ScheduleRecord
 
@@ -35,7 +36,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cuda(tmp_path: Path) -> Path:
     """A CUDA plan whose cubins are none."""
     path = tmp_path / "cuda.plan"
-    cuda_plan().save(path)
+    encoder.write(cuda_plan(), path)
     return path
 
 
@@ -196,7 +197,7 @@ def test_a_damaged_plan_is_refused(
     nimblec: CommandLine, tmp_path: Path, command: str, damage: Callable[[bytes], bytes]
 ) -> None:
     path = tmp_path / "broken.plan"
-    cpu_plan().save(path)
+    encoder.write(cpu_plan(), path)
     path.write_bytes(damage(path.read_bytes()))
     assert "broken.plan" in nimblec.refused(command, path)
 
@@ -312,7 +313,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
 
 def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
     """A copy of a plan with a change."""
-    change(container.read(digits)).save(path)
+    encoder.write(change(container.read(digits)), path)
     return path
 
 
@@ -338,7 +339,7 @@ def without_order(plan: Plan) -> Plan:
 
 def test_verify_finds_a_hazard(nimblec: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "racy.plan"
-    without_order(cpu_plan()).save(path)
+    encoder.write(without_order(cpu_plan()), path)
     done = nimblec("verify", path)
     assert done.status == 2
     assert lines(done.out)["hazards"] == "FAILED"
@@ -351,7 +352,7 @@ def test_verify_finds_a_false_antichain(nimblec: CommandLine, tmp_path: Path) ->
         policy="max", antichain=(0, 1), arena_lower_bound_nbytes=0, fewest_sync_count=0, candidates=()
     )
     path = tmp_path / "m.plan"
-    replace(plan, programs=(replace(plan.programs[0], schedule=claim),)).save(path)
+    encoder.write(replace(plan, programs=(replace(plan.programs[0], schedule=claim),)), path)
     done = nimblec("verify", path)
     assert done.status == 2
     assert lines(done.out)["schedule"] == "FAILED"
@@ -368,7 +369,7 @@ def test_verify_finds_cubins_that_are_none(nimblec: CommandLine, cuda: Path) -> 
 
 def test_a_plan_without_a_record_is_not_run(nimblec: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "m.plan"
-    cpu_plan().save(path)
+    encoder.write(cpu_plan(), path)
     done = nimblec("verify", path)
     assert done.status == 0, done.err
     assert "skipped  golden: the plan holds no golden record" in done.out

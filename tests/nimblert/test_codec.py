@@ -1,25 +1,27 @@
 """Encoding a plan and decoding it again: the same plan, the same bytes, the same as flatc reads."""
 
 import json
+import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from typing import Any
 
-import flatbuffers
 import plans
 import pytest
 from any_plan import any_plan
 from examples import examples
 from hypothesis import given
 
-from nimblert._generated import plan_generated as fb
+from nimblec.plan import encoder
 from nimblert.errors import PlanFormatError
-from nimblert.files import container, decoder, encoder, schema
-from nimblert.files.segments import ALIGNMENT
-from nimblert.plan import Launch, Plan, Region, Tensor
+from nimblert.files import container, decoder, schema
+from nimblert.files.flatbuffer import FlatBuffer
+from nimblert.files.schema import ALIGNMENT, ENUMS, NUMBERS, REQUIRED, STRUCTS, TABLES, Field
+from nimblert.plan import Launch, Module, Plan, Program, Region, Tensor, Weight
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "plan.fbs"
@@ -40,24 +42,24 @@ def flatbuffer_nbytes(file: bytes) -> int:
 @examples(100)
 @given(any_plan)
 def test_round_trip_of_any_plan(plan: Plan) -> None:
-    file = container.encode_file(plan)
+    file = encoder.encode_file(plan)
     decoded = decode_file(file)
     assert decoded == plan
-    assert container.encode_file(decoded) == file
+    assert encoder.encode_file(decoded) == file
 
 
 @pytest.mark.parametrize("make", [plans.cuda_plan, plans.cpu_plan])
 def test_equal_plans_give_equal_bytes(make: Callable[[], Plan]) -> None:
-    assert container.encode_file(make()) == container.encode_file(make())
+    assert encoder.encode_file(make()) == encoder.encode_file(make())
 
 
 def test_round_trip_of_a_plan_with_many_launches() -> None:
     plan = plans.large_plan(1400)
-    assert decode_file(container.encode_file(plan)) == plan
+    assert decode_file(encoder.encode_file(plan)) == plan
 
 
 def test_code_and_weights_are_slices_of_the_file() -> None:
-    file = container.encode_file(plans.cuda_plan())
+    file = encoder.encode_file(plans.cuda_plan())
     plan = decode_file(file)
     for view in (plan.modules[1].code, plan.weights[0].data, plan.state[0].data):
         assert view.obj is file
@@ -71,36 +73,91 @@ def test_neighbouring_weights_keep_their_distance_in_the_file() -> None:
     assert bias.offset - scale.offset == 256
 
 
-def test_structs_are_laid_out_as_flatc_says() -> None:
-    plan = plans.cuda_plan()
-    root = fb.Plan.GetRootAs(encoder.encode(plan).flatbuffer, 0)
-    program = root.Programs(0)
-    command = program.Commands(1)
-    assert command.ActionType() == fb.Action.Launch
-    launch = fb.Launch()
-    launch.Init(command.Action().Bytes, command.Action().Pos)
-    expected = plan.programs[0].commands[1]
-    assert isinstance(expected, Launch)
-    for i, relocation in enumerate(expected.relocations):
-        read = launch.Relocations(i)
-        pointer = read.Pointer(fb.Pointer())
-        assert read.ParamOffset() == relocation.param_offset
-        assert (pointer.Region(), pointer.Index(), pointer.Offset()) == (
-            relocation.pointer.region,
-            relocation.pointer.index,
-            relocation.pointer.offset,
-        )
-    for i, access in enumerate(expected.reads):
-        read = launch.Reads(i)
-        assert read.Nbytes() == access.nbytes
-        assert read.Pointer(fb.Pointer()).Region() == access.pointer.region
-    assert (schema.RELOCATION.size, schema.ACCESS.size) == (fb.Relocation.SizeOf(), fb.Access.SizeOf())
-    assert (schema.POINTER.size, schema.DIM3.size) == (fb.Pointer.SizeOf(), fb.Dim3.SizeOf())
+def declared(path: Path = SCHEMA) -> dict[str, dict[str, str]]:
+    """The bodies of a schema's declarations by kind and name, without comments."""
+    text = re.sub("//.*", "", path.read_text())
+    found: dict[str, dict[str, str]] = {"enum": {}, "struct": {}, "union": {}, "table": {}}
+    for kind, name, body in re.findall(r"^(\w+) (\w+)(?: : ubyte)? \{(.*?)\}", text, re.DOTALL | re.MULTILINE):
+        found[kind][name] = body
+    return found
 
 
-def test_actions_are_numbered_as_flatc_says() -> None:
-    generated = {name.upper(): number for name, number in vars(fb.Action).items() if name[0] != "_"}
-    assert {"NONE": 0} | {action.name: action.value for action in schema.Action} == generated
+def declared_fields(body: str) -> list[tuple[str, str, bool]]:
+    """Name and type of each field, and whether it is required; a union is preceded by the number of its member."""
+    found = re.findall(r"(\w+): (\[?\w+\]?)( \(required\))?;", body)
+    assert len(found) == body.count(";"), body
+    unions = declared()["union"]
+    return [
+        field
+        for name, kind, required in found
+        for field in ([(f"{name}_type", "ubyte", False)] if kind in unions else []) + [(name, kind, bool(required))]
+    ]
+
+
+def test_fields_table_repeats_the_schema() -> None:
+    """Slots, names and types; a field is required in both or has the default that FlatBuffers gives it."""
+    expected = {name: declared_fields(body) for name, body in declared()["table"].items()}
+    assert {n: [(f.name, f.type, f.default is REQUIRED) for f in t.fields] for n, t in TABLES.items()} == expected
+    for field in (field for table in TABLES.values() for field in table.fields if field.default is not REQUIRED):
+        assert not any(field.default) if isinstance(field.default, tuple | bytes | str) else not field.default, field
+        assert isinstance(field.default, _type_of(field)), field
+
+
+def _type_of(field: Field) -> Any:
+    if field.type in STRUCTS or field.type in TABLES:
+        return tuple | None
+    if field.type.startswith("["):
+        return bytes if field.type == "[ubyte]" else tuple
+    return {"string": str, "bool": bool, "double": float, **ENUMS}.get(field.type, int)
+
+
+def test_fields_table_names_the_fields_of_records() -> None:
+    for name, table in TABLES.items():
+        if table.record is tuple:
+            continue
+        assert table.record.__name__ == name
+        kept = {field.name: field.default for field in table.fields if field.name not in table.apart}
+        of_record = {field.name: field.default for field in fields(table.record) if field.init}
+        assert kept.keys() == of_record.keys()
+        for field, default in of_record.items():
+            assert default is MISSING or kept[field] is REQUIRED or default == kept[field], (name, field)
+
+
+def test_fields_table_knows_the_version_of_each_field() -> None:
+    since: dict[tuple[str, str], tuple[int, int]] = {}
+    for released in RELEASED:
+        major, minor = map(int, re.findall(r"\d+", released.stem))
+        for name, body in declared(released)["table"].items():
+            for field, _, _ in declared_fields(body):
+                since.setdefault((name, field), (major, minor))
+    assert {(name, field.name): field.since for name, table in TABLES.items() for field in table.fields} == since
+
+
+def test_structs_are_laid_out_as_the_schema_says() -> None:
+    structs = declared()["struct"]
+
+    def members(name: str) -> Iterator[str]:
+        """The formats of the numbers, each aligned to its size, and of padding."""
+        at, alignment = 0, 1
+        for _, kind, _ in declared_fields(structs[name]):
+            parts = list(members(kind)) if kind in structs else [{"ushort": "H", "Region": "B"}.get(kind) or code(kind)]
+            widest = max(struct.calcsize(part) for part in parts if "x" not in part)
+            alignment = max(alignment, widest)
+            yield from [f"{-at % widest}x"] if at % widest else []
+            yield from parts
+            at += -at % widest + struct.calcsize("<" + "".join(parts))
+        yield from [f"{-at % alignment}x"] if at % alignment else []
+
+    def code(kind: str) -> str:
+        return NUMBERS[kind].format.removeprefix("<")
+
+    assert {name: "<" + "".join(members(name)) for name in structs} == {n: s.format for n, s in STRUCTS.items()}
+
+
+def test_enums_and_actions_are_numbered_as_in_the_schema() -> None:
+    expected = {n: dict(re.findall(r"(\w+) = (\d+)", body)) for n, body in declared()["enum"].items()}
+    assert {n: {m.name: str(m.value) for m in enum} for n, enum in ENUMS.items()} == expected
+    assert re.findall(r"\w+", declared()["union"]["Action"]) == list(schema.ACTIONS)
 
 
 @pytest.mark.parametrize(
@@ -123,91 +180,106 @@ def _with_program(plan: Plan, **changes: object) -> Plan:
     return replace(plan, programs=(replace(plan.programs[0], **changes), *plan.programs[1:]))
 
 
-def _patched(position_of: Callable[[fb.Plan], int], value: bytes) -> bytes:
-    """The CPU plan's file with ``value`` at a position found through the generated accessors."""
-    file = bytearray(container.encode_file(plans.cpu_plan()))
-    position = position_of(fb.Plan.GetRootAs(file, 0))
+def place(file: bytes, *path: str | int) -> int:
+    """The position of a field, which is found through names of fields and numbers of elements."""
+    buffer = FlatBuffer(memoryview(file))
+    kind, table, at = "Plan", buffer.target(0), 0
+    for step in path:
+        if isinstance(step, int):
+            kind, at = kind.strip("[]"), buffer.target(at) + 4 + 4 * step
+        else:
+            fields = TABLES[kind].fields
+            slot = [field.name for field in fields].index(step)
+            kind, at = fields[slot].type, table + buffer.layout(buffer.vtable(table), len(fields))[1][slot]
+        if kind in TABLES:
+            table = buffer.target(at)
+    return at
+
+
+def code_of(file: bytes, module: int) -> tuple[int, int]:
+    """The place of a module's code."""
+    return struct.unpack_from("<QQ", file, place(file, "modules", module, "code"))
+
+
+def _patched(value: bytes, *path: str | int) -> bytes:
+    """The CPU plan's file with ``value`` at a field; a number as the last step counts bytes from there."""
+    file = bytearray(encoder.encode_file(plans.cpu_plan()))
+    *path_, last = path
+    position = place(file, *path_) + last if isinstance(last, int) else place(file, *path)
     file[position : position + len(value)] = value
     return bytes(file)
 
 
 def test_newer_major_version_is_refused() -> None:
-    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 3, 3))
+    file = _patched(struct.pack("<HH", 3, 3), "schema")
     with pytest.raises(PlanFormatError, match=r"plan schema 3\.3, this nimblert reads 1\.x to 2\.x; install a newer"):
         decode_file(file)
 
 
 def test_older_major_version_is_refused() -> None:
-    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", 0, 9))
+    file = _patched(struct.pack("<HH", 0, 9), "schema")
     with pytest.raises(PlanFormatError, match=r"plan schema 0\.9.*compile the model again"):
         decode_file(file)
 
 
 def test_newer_minor_version_is_read() -> None:
-    file = _patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", schema.MAJOR, 60000))
+    file = _patched(struct.pack("<HH", schema.MAJOR, 60000), "schema")
     assert decode_file(file) == plans.cpu_plan()
 
 
 def test_unknown_action_is_refused() -> None:
-    def kind_of_first_command(root: fb.Plan) -> int:
-        table = root.Programs(0).Commands(0)._tab
-        return table.Pos + table.Offset(4)
-
     with pytest.raises(PlanFormatError, match="command of kind 6: this nimblert knows kinds 1 to 5"):
-        decode_file(_patched(kind_of_first_command, b"\x06"))
+        decode_file(_patched(b"\x06", "programs", 0, "commands", 0, "action_type"))
 
 
 def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
-    file = bytearray(_patched(lambda root: root.Schema()._tab.Pos, struct.pack("<HH", schema.MAJOR, 7)))
-    table = fb.Plan.GetRootAs(file, 0).Programs(0).Commands(0)._tab
-    file[table.Pos + table.Offset(4)] = 6
+    file = bytearray(_patched(struct.pack("<HH", schema.MAJOR, 7), "schema"))
+    file[place(file, "programs", 0, "commands", 0, "action_type")] = 6
     with pytest.raises(PlanFormatError, match=r"kinds 1 to 5; it is of plan schema 2\.7, .* up to 2\.1: a newer one"):
         decode_file(bytes(file))
 
 
-@pytest.mark.parametrize("add", [fb.ModuleAddCompression, fb.WeightAddCompression], ids=["code", "weight"])
-def test_compression_is_refused(add: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    end = {fb.ModuleAddCompression: "ModuleEnd", fb.WeightAddCompression: "WeightEnd"}[add]
-    finish = getattr(fb, end)
+def with_field(monkeypatch: pytest.MonkeyPatch, record: type, name: str, value: object) -> bytes:
+    """The CPU plan's file with this value in a field of all records of a kind."""
+    whole = encoder._value
+    monkeypatch.setattr(encoder, "_value", lambda r, f: value if (type(r), f.name) == (record, name) else whole(r, f))
+    return encoder.encode_file(plans.cpu_plan())
 
-    def compressed(builder: flatbuffers.Builder) -> int:
-        add(builder, 1)
-        return int(finish(builder))
 
-    monkeypatch.setattr(fb, end, compressed)
-    file = container.encode_file(plans.cpu_plan())
-    with pytest.raises(PlanFormatError, match="segment of compression 1: this nimblert knows none"):
+@pytest.mark.parametrize("record", [Module, Weight])
+def test_compression_is_refused(record: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = with_field(monkeypatch, record, "compression", 1)
+    with pytest.raises(PlanFormatError, match=r"^segment of compression 1: this nimblert knows none$"):
         decode_file(file)
 
 
 def test_unknown_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = fb.ProgramAddRole
-    monkeypatch.setattr(fb, "ProgramAddRole", lambda builder, _: add(builder, 3))
-    file = container.encode_file(plans.cpu_plan())
+    file = with_field(monkeypatch, Program, "role", 3)
     with pytest.raises(PlanFormatError, match="3 is not a valid Role"):
         decode_file(file)
 
 
+def test_a_required_field_that_is_absent_is_named() -> None:
+    file = encoder.encode_file(plans.cpu_plan())
+    buffer = FlatBuffer(memoryview(file))
+    device = buffer.vtable(buffer.target(0)) + 4 + 2 * 5
+    with pytest.raises(PlanFormatError, match=r"flatbuffer: Plan at byte \d+ lacks its field device"):
+        decode_file(file[:device] + bytes(2) + file[device + 2 :])
+
+
 def test_an_entry_that_is_not_named_is_the_program() -> None:
     plan = plans.several_entries()
-    assert [program.entry for program in decode_file(container.encode_file(plan)).programs] == ["main", "main", "tail"]
-    assert b"tail" in container.encode_file(_with_program(plan, name="tail"))
+    assert [program.entry for program in decode_file(encoder.encode_file(plan)).programs] == ["main", "main", "tail"]
+    assert b"tail" in encoder.encode_file(_with_program(plan, name="tail"))
 
 
 def test_unknown_region_is_refused() -> None:
-    def region_of_first_input(root: fb.Plan) -> int:
-        return root.Programs(0).Inputs(0).Pointer()._tab.Pos + 12
-
     with pytest.raises(PlanFormatError, match="9 is not a valid Region"):
-        decode_file(_patched(region_of_first_input, b"\x09"))
+        decode_file(_patched(b"\x09", "programs", 0, "inputs", 0, "pointer", 12))
 
 
-def _code_segment(root: fb.Plan) -> int:
-    return root.Modules(1).Code()._tab.Pos
-
-
-FILE = container.encode_file(plans.cpu_plan())
-FIRST, SECOND = (fb.Plan.GetRootAs(bytearray(FILE), 0).Modules(i).Code().Offset() for i in range(2))
+FILE = encoder.encode_file(plans.cpu_plan())
+FIRST, SECOND = (code_of(FILE, module)[0] for module in range(2))
 ADD, RELU = (module.code.nbytes for module in plans.cpu_plan().modules)
 BEFORE = f"the one before it ends at byte {FIRST + ADD}"
 TRAILER = len(FILE) - 64
@@ -225,7 +297,7 @@ TRAILER = len(FILE) - 64
 )
 def test_segments_fill_the_file(offset: int, nbytes: int, message: str) -> None:
     with pytest.raises(PlanFormatError, match=message):
-        decode_file(_patched(_code_segment, struct.pack("<QQ", offset, nbytes)))
+        decode_file(_patched(struct.pack("<QQ", offset, nbytes), "modules", 1, "code"))
 
 
 @pytest.mark.parametrize(
@@ -238,65 +310,38 @@ def test_segments_fill_the_file(offset: int, nbytes: int, message: str) -> None:
 )
 def test_trailer_ends_the_file(offset: int, nbytes: int, message: str) -> None:
     with pytest.raises(PlanFormatError, match=message):
-        decode_file(_patched(lambda root: root.Trailer()._tab.Pos, struct.pack("<QQ", offset, nbytes)))
+        decode_file(_patched(struct.pack("<QQ", offset, nbytes), "trailer"))
 
 
 def test_models_stand_close_together_and_cubins_on_pages() -> None:
-    cuda = fb.Plan.GetRootAs(bytearray(container.encode_file(plans.cuda_plan())), 0)
-    assert [cuda.Modules(i).Code().Offset() % 4096 for i in range(cuda.ModulesLength())] == [0] * cuda.ModulesLength()
+    cuda = encoder.encode_file(plans.cuda_plan())
+    assert [code_of(cuda, module)[0] % 4096 for module in range(len(plans.cuda_plan().modules))] == [0, 0]
     assert (FIRST % 64, SECOND % 64, 0 <= SECOND - FIRST - ADD < 64) == (0, 0, True)
 
 
-def test_shared_tables_cannot_make_a_small_file_large() -> None:
-    # 20,000 commands of 4 bytes each, all of them one launch with 20,000 relocations: 400 million
-    # records in 0.6 MB.
-    builder = flatbuffers.Builder(1 << 20)
-    builder.StartVector(schema.RELOCATION.size, 20_000, 8)
-    builder.Pad(schema.RELOCATION.size * 20_000)
-    relocations = builder.EndVector()
-    fb.LaunchStart(builder)
-    fb.LaunchAddRelocations(builder, relocations)
-    fb.LaunchAddGrid(builder, fb.CreateDim3(builder, 1, 1, 1))
-    fb.LaunchAddBlock(builder, fb.CreateDim3(builder, 1, 1, 1))
-    launch = fb.LaunchEnd(builder)
-    fb.CommandStart(builder)
-    fb.CommandAddActionType(builder, fb.Action.Launch)
-    fb.CommandAddAction(builder, launch)
-    command = fb.CommandEnd(builder)
-    builder.StartVector(4, 20_000, 4)
-    for _ in range(20_000):
-        builder.PrependUOffsetTRelative(command)
-    commands = builder.EndVector()
-    fb.ProgramStart(builder)
-    fb.ProgramAddCommands(builder, commands)
-    program = fb.ProgramEnd(builder)
-    builder.StartVector(4, 1, 4)
-    builder.PrependUOffsetTRelative(program)
-    programs = builder.EndVector()
-    fb.DeviceStart(builder)
-    device = fb.DeviceEnd(builder)
-    fb.PlanStart(builder)
-    fb.PlanAddSchema(builder, fb.CreateSchemaVersion(builder, schema.MAJOR, schema.MINOR))
-    fb.PlanAddTrailer(builder, fb.CreateSegment(builder, 0, 64))
-    fb.PlanAddDevice(builder, device)
-    fb.PlanAddPrograms(builder, programs)
-    builder.Finish(fb.PlanEnd(builder), schema.IDENTIFIER)
-    buffer = builder.Output()
+def test_shared_tables_cannot_make_a_small_file_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 commands of 4 bytes each, all of them one launch with 20,000 relocations: 400 million in 0.6 MB."""
+    plan = plans.cpu_plan()
+    launch = plan.programs[0].commands[0]
+    assert isinstance(launch, Launch)
+    launch = replace(launch, relocations=launch.relocations[:1] * 20_000)
+    write, written = encoder._Encoder._command, list[int]()
+
+    def write_once(self: encoder._Encoder, command: Launch) -> int:
+        written[:] = written or [write(self, command)]
+        return written[0]
+
+    monkeypatch.setattr(encoder._Encoder, "_command", write_once)
+    file = encoder.encode_file(_with_program(plan, commands=(launch,) * 20_000))
+    assert len(file) < 1 << 20
     with pytest.raises(PlanFormatError, match="are more than it has"):
-        decoder.decode(memoryview(buffer), len(buffer))
-
-
-@needs_flatc
-def test_generated_code_is_what_flatc_writes(tmp_path: Path) -> None:
-    flatc("--python", "--gen-onefile", "-o", tmp_path, SCHEMA)
-    committed = ROOT / "runtime" / "nimblert" / "_generated" / "plan_generated.py"
-    assert (tmp_path / "plan_generated.py").read_text() == committed.read_text()
+        decode_file(file)
 
 
 @needs_flatc
 def test_flatc_reads_a_plan_file_as_it_is(tmp_path: Path) -> None:
     plan = plans.cuda_plan()
-    container.write(plan, tmp_path / "model.plan")
+    encoder.write(plan, tmp_path / "model.plan")
     flatc("--json", "--raw-binary", "--strict-json", "-o", tmp_path, SCHEMA, "--", tmp_path / "model.plan")
     read = json.loads((tmp_path / "model.json").read_text())
     assert read["producer"] == plan.producer
@@ -363,11 +408,14 @@ def test_a_file_of_every_version_is_read(released: Path) -> None:
     plan = container.read(ROOT / "tests" / "data" / released.with_suffix(".plan").name)
     assert [kernel.symbol for kernel in plan.kernels] == ["_Z5scalePfS_S_i", "_Z3addPfS_", "relu"]
     programs = [(p.name, p.entry, p.profile, len(p.commands)) for p in plan.programs]
-    assert programs == [
-        ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
-        ("main[batch=2]", "main", (("batch", 2),), 9),
-        ("tail", "tail", (), 9),
-    ][: len(programs)]
+    assert (
+        programs
+        == [
+            ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
+            ("main[batch=2]", "main", (("batch", 2),), 9),
+            ("tail", "tail", (), 9),
+        ][: len(programs)]
+    )
     assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3}[released.stem]
     assert [refit.name for refit in plan.refits] == (["weights"] if released.stem == "plan-2.1" else [])
 

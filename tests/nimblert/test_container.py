@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,15 +14,18 @@ import numpy as np
 import plans
 import pytest
 
-from nimblert.errors import NimbleError, PlanError, PlanFormatError, PlanInvalidError
+from nimblec.plan import encoder
+from nimblert.errors import InputError, NimbleError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.files import container
 from nimblert.plan import Plan, Weight
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture
 def plan_path(tmp_path: Path) -> Path:
     path = tmp_path / "model.plan"
-    container.write(plans.cuda_plan(), path)
+    encoder.write(plans.cuda_plan(), path)
     return path
 
 
@@ -38,10 +42,10 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("plan", [plans.cuda_plan(), plans.cpu_plan()], ids=["cuda", "cpu"])
 def test_read_gives_what_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
-    plan.save(path)
+    encoder.write(plan, path)
     assert container.read(path) == plan
     assert container.read(str(path), check_digest=False) == plan
-    assert path.read_bytes() == container.encode_file(plan)
+    assert path.read_bytes() == encoder.encode_file(plan)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -53,8 +57,28 @@ def test_written_file_has_the_permissions_of_any_new_file(plan_path: Path) -> No
 
 def test_a_plan_can_be_written_over_the_file_it_was_read_from(plan_path: Path) -> None:
     plan = container.read(plan_path)
-    container.write(plan, plan_path)
+    encoder.write(plan, plan_path)
     assert container.read(plan_path) == plan == plans.cuda_plan()
+
+
+def test_plan_saves_the_bytes_that_it_was_read_from(tmp_path: Path) -> None:
+    """An old plan stays as old; the file may be the one that the plan is mapped from."""
+    old = (DATA / "plan-1.0.plan").read_bytes()
+    path = tmp_path / "model.plan"
+    for source in (DATA / "plan-1.0.plan", str(path), old):
+        container.read(source).save(path)
+        assert path.read_bytes() == old
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plan_made_or_changed_in_memory_is_not_saved(plan_path: Path) -> None:
+    before = plan_path.read_bytes()
+    for plan in (plans.cpu_plan(), replace(container.read(plan_path), producer="another")):
+        with pytest.raises(InputError, match=r"no file holds it: nimblec\.plan\.encoder\.write\(plan, path\) makes"):
+            plan.save(plan_path)
+        with pytest.raises(InputError, match="the plan was made or changed in memory"):
+            pickle.dumps(plan)
+    assert plan_path.read_bytes() == before
 
 
 def test_weights_of_any_shape_and_none(tmp_path: Path) -> None:
@@ -65,7 +89,7 @@ def test_weights_of_any_shape_and_none(tmp_path: Path) -> None:
         Weight(name="matrix", dtype="float32", shape=(3, 4), offset=256, data=memoryview(matrix)),
     )
     path = tmp_path / "model.plan"
-    container.write(replace(plans.cuda_plan(), weights=weights), path)
+    encoder.write(replace(plans.cuda_plan(), weights=weights), path)
     read = container.read(path)
     assert [weight.data.nbytes for weight in read.weights] == [0, 48]
     assert np.array_equal(np.frombuffer(read.weights[1].data, np.float32).reshape(3, 4), matrix)
@@ -160,9 +184,9 @@ def test_a_plan_that_contradicts_itself_is_neither_written_nor_read(plan_path: P
     bad = replace(plans.cuda_plan(), kernels=())
     before = plan_path.read_bytes()
     with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range"):
-        container.write(bad, plan_path)
+        encoder.write(bad, plan_path)
     assert plan_path.read_bytes() == before
-    plan_path.write_bytes(container.encode_file(bad))
+    plan_path.write_bytes(encoder.encode_file(bad))
     with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range") as caught:
         container.read(plan_path)
     assert len(caught.value.problems) == 3
@@ -171,12 +195,12 @@ def test_a_plan_that_contradicts_itself_is_neither_written_nor_read(plan_path: P
 def test_writing_to_a_missing_directory(tmp_path: Path) -> None:
     path = tmp_path / "none" / "model.plan"
     with pytest.raises(NimbleError, match=re.escape(f"{path}: cannot be written: No such file or directory")):
-        container.write(plans.cpu_plan(), path)
+        encoder.write(plans.cpu_plan(), path)
 
 
 def test_writing_over_a_directory(tmp_path: Path) -> None:
     with pytest.raises(NimbleError, match="is a folder, expected the name of a file to write"):
-        container.write(plans.cpu_plan(), tmp_path)
+        encoder.write(plans.cpu_plan(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,7 +208,7 @@ def test_writing_over_a_directory(tmp_path: Path) -> None:
 def test_writing_to_a_read_only_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(NimbleError, match="cannot be written: Permission denied"):
-        container.write(plans.cpu_plan(), tmp_path / "model.plan")
+        encoder.write(plans.cpu_plan(), tmp_path / "model.plan")
 
 
 def test_disk_full_when_the_bytes_are_flushed(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,38 +218,43 @@ def test_disk_full_when_the_bytes_are_flushed(plan_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fsync", full)
     before = plan_path.read_bytes()
     with pytest.raises(NimbleError, match=re.escape(f"{plan_path}: cannot be written: No space left")):
-        container.write(plans.cpu_plan(), plan_path)
+        encoder.write(plans.cpu_plan(), plan_path)
     assert plan_path.read_bytes() == before
     assert list(plan_path.parent.iterdir()) == [plan_path]
 
 
 LIMITED = """
 import resource, sys, plans
+from nimblec.plan import encoder
 from nimblert import NimbleError
-from nimblert.files import container
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 try:
-    container.write(plans.cuda_plan(), sys.argv[1])
+    encoder.write(plans.cuda_plan(), sys.argv[1])
 except NimbleError as exc:
     print(exc)
 """
 
 KILLED = """
 import os, signal, sys, plans
-from nimblert.files import container, segments
+from nimblec.plan import encoder
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
+whole, passes = encoder._contents, iter(("placing", "writing"))
+
 def contents(plan):
-    yield plan.modules[0].code
-    die()
+    writing = next(passes) == "writing"
+    for data in whole(plan):
+        yield data
+        if writing:
+            die()
 
 if sys.argv[2] == "while writing":
-    segments.contents = contents
+    encoder._contents = contents
 else:
     os.fsync = die
-container.write(plans.cuda_plan(), sys.argv[1])
+encoder.write(plans.cuda_plan(), sys.argv[1])
 """
 
 
@@ -238,7 +267,7 @@ def python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
-    container.write(plans.cpu_plan(), path)
+    encoder.write(plans.cpu_plan(), path)
     before = path.read_bytes()
     result = python(LIMITED, path)
     assert result.stdout == f"{path}: cannot be written: File too large; nothing was changed there\n"
@@ -251,7 +280,7 @@ def test_disk_full_while_writing(tmp_path: Path) -> None:
 def test_killed_half_way(when: str, old: bool, tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     if old:
-        container.write(plans.cpu_plan(), path)
+        encoder.write(plans.cpu_plan(), path)
     result = python(KILLED, path, when)
     assert result.returncode == -9, result.stderr
     if old:

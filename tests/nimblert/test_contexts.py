@@ -21,6 +21,7 @@ from onnx import helper
 from sized_plans import sized
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert import Arena, Executable, interpreter
 from nimblert.cpu.backend import CpuBackend, CpuResident
 from nimblert.cpu.host_memory import HostWorking
@@ -43,7 +44,7 @@ def saved(folder: Path, name: str, rows: int) -> Path:
     )
     plan = plan_file(path)
     assert plan.arena_nbytes
-    plan.save(folder / f"{name}.plan")
+    encoder.write(plan, folder / f"{name}.plan")
     return folder / f"{name}.plan"
 
 

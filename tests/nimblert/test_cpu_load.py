@@ -22,6 +22,7 @@ from subprocesses import python
 
 import nimblec
 import nimblert
+from nimblec.plan import encoder
 from nimblert.errors import InputError, NimbleError
 from nimblert.executable import Executable
 
@@ -51,7 +52,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     plan = plan_file(folder / "model.onnx", streams=None)
     assert plan.programs[0].stream_count == 2
-    plan.save(folder / "model.plan")
+    encoder.write(plan, folder / "model.plan")
     return folder / "model.plan"
 
 
@@ -104,7 +105,7 @@ def test_four_loads_take_the_memory_of_one(tmp_path: Path) -> None:
     weights = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     write_model(tmp_path / "m.onnx", [node], [floats("x", 4, width)], [floats("y", 4, width)], constants={"w": weights})
-    plan_file(tmp_path / "m.onnx").save(tmp_path / "m.plan")
+    encoder.write(plan_file(tmp_path / "m.onnx"), tmp_path / "m.plan")
     x = np.ones((4, width), np.float32)
     loaded = [nimblert.load(tmp_path / "m.plan")]
     loaded[0](x)

@@ -14,6 +14,7 @@ from cpu_plans import assert_same, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
 
+from nimblec.plan import encoder
 from nimblert.cpu import onnx_session
 from nimblert.cpu.backend import CpuBackend
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
@@ -55,7 +56,7 @@ def with_program(plan: Plan, **changes: object) -> Plan:
 
 
 def test_weights_of_equal_kernels_are_one_and_stay_in_the_file(path: Path, tmp_path: Path) -> None:
-    plan_file(path).save(tmp_path / "model.plan")
+    encoder.write(plan_file(path), tmp_path / "model.plan")
     plan = container.read(tmp_path / "model.plan")
     assert len(plan.weights) == 1
     assert [command.kernel for command in plan.programs[0].commands] == [0, 1, 0]
@@ -291,7 +292,7 @@ def test_a_module_of_another_origin_is_refused(path: Path) -> None:
 
 
 def test_without_onnxruntime_the_error_says_what_to_install(path: Path, tmp_path: Path) -> None:
-    plan_file(path).save(tmp_path / "model.plan")
+    encoder.write(plan_file(path), tmp_path / "model.plan")
     code = """
 import sys, nimblert.executable
 try:
@@ -303,7 +304,7 @@ except nimblert.DeviceMismatchError as exc:
 
 
 def test_onnx_runtime_reports_to_nobody(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_file(path).save(tmp_path / "model.plan")
+    encoder.write(plan_file(path), tmp_path / "model.plan")
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))

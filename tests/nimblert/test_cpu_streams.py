@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 from subprocesses import python
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.cpu.backend import CpuBackend
 from nimblert.cpu.streams import Bound, Step, Streams, Worker, interruptible, pass_gate, unlock
 from nimblert.errors import DeviceMismatchError, InputError
@@ -351,7 +352,7 @@ print(interrupted)
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 14), reason="with can skip __exit__: python/cpython#148874")
 def test_interrupts_at_any_moment_leave_a_model_that_computes_the_same(tmp_path: Path) -> None:
-    branches(tmp_path, 3).save(tmp_path / "model.plan")
+    encoder.write(branches(tmp_path, 3), tmp_path / "model.plan")
     assert int(python(HAMMER, tmp_path / "model.plan")) == 400
 
 
@@ -394,5 +395,5 @@ def test_a_loop_without_end_can_be_interrupted(tmp_path: Path) -> None:
         [floats("y", 2, 3)],
         constants={"hundred": np.float32(100)},
     )
-    plan_file(path).save(tmp_path / "model.plan")
+    encoder.write(plan_file(path), tmp_path / "model.plan")
     assert python(ENDLESS, tmp_path / "model.plan", timeout=60).split() == ["interrupted", "6.0"] * 2

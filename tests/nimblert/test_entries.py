@@ -13,6 +13,7 @@ from command_line import CommandLine
 from kept_state import KEEP, OUTPUT, STATE, copying, keeping
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.calls.entries import Signature
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
@@ -36,7 +37,7 @@ def test_a_plan_of_several_entries_is_sound() -> None:
     plan = plans.several_entries()
     assert list(verify.problems(plan)) == []
     assert {name: len(programs) for name, programs in plan.entries.items()} == {"main": 2, "tail": 1}
-    assert container.read(container.encode_file(plan)) == plan
+    assert container.read(encoder.encode_file(plan)) == plan
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_memory_is_counted_over_all_programs() -> None:
 
 @pytest.fixture
 def loaded() -> Iterator[Executable]:
-    with nimblert.load(container.encode_file(keeping()), poison=True) as executable:
+    with nimblert.load(encoder.encode_file(keeping()), poison=True) as executable:
         yield executable
 
 
@@ -164,7 +165,7 @@ def test_many_profiles_are_not_all_listed() -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     path = tmp_path / "keeping.plan"
-    keeping().save(path)
+    encoder.write(keeping(), path)
     return path
 
 

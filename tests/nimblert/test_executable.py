@@ -20,6 +20,7 @@ from plans import cpu_plan
 from subprocesses import python
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert import Limits
 from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.executable import Executable
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, streams in (("one", 1), ("two", None)):
         plan = plan_file(path, streams=streams)
         assert plan.programs[0].stream_count == (streams or 2)
-        plan.save(folder / f"{name}.plan")
+        encoder.write(plan, folder / f"{name}.plan")
     return folder
 
 
@@ -187,7 +188,7 @@ def test_a_copy_outlives_its_file(tmp_path: Path) -> None:
     x, y = (floats(name, 256, 256) for name in "xy")
     node = helper.make_node("Add", ["x", "w"], ["y"])
     model = write_model(tmp_path / "model.onnx", [node], [x], [y], constants={"w": weights})
-    plan_file(model).save(tmp_path / "model.plan")
+    encoder.write(plan_file(model), tmp_path / "model.plan")
     python(OVERWRITTEN, tmp_path / "model.plan")
 
 

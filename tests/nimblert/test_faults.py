@@ -16,6 +16,7 @@ from onnx import helper
 from subprocesses import ROOT, python
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert import Arena, CudaError, Executable, InputError, Limits, golden
 from nimblert.context import Context
 from nimblert.cuda import driver
@@ -44,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [floats("y", 4, WIDTH), floats("z", 4, WIDTH)],
         constants={"w": weight},
     )
-    plan_file(model, streams=None).save(folder / "model.plan")
+    encoder.write(plan_file(model, streams=None), folder / "model.plan")
     return folder / "model.plan"
 
 
@@ -86,7 +87,7 @@ def test_a_plan_that_is_replaced_on_disk_serves_on_and_the_next_load_has_the_new
         serving = pool.submit(serve)
         others = set()
         for plan in (second, first) * 5:
-            plan.save(served)
+            encoder.write(plan, served)
             with nimblert.load(served) as other:
                 others.add((plan is first, result(other)))
         served.unlink()
@@ -341,7 +342,7 @@ def test_a_run_on_the_cpu_that_needs_more_memory_than_there_is_says_so_and_the_n
     nodes = [helper.make_node("Expand", ["x", "n"], ["a"]), helper.make_node("ReduceMax", ["a"], ["y"], keepdims=0)]
     constants = {"n": np.array([1 << 28])}
     write_model(tmp_path / "m.onnx", nodes, [floats("x", 1)], [floats("y")], constants=constants)
-    plan_file(tmp_path / "m.onnx").save(tmp_path / "m.plan")
+    encoder.write(plan_file(tmp_path / "m.onnx"), tmp_path / "m.plan")
     first, second, result = python(SHORT_OF_MEMORY, tmp_path / "m.plan").splitlines()
     assert first == second
     assert first.startswith("op Expand (a): needs more memory than there is: ")

@@ -28,10 +28,10 @@ import nimblert
 from fuzz import wrapped
 from nimblec import cli
 from nimblec.errors import UnsupportedModelError
+from nimblec.plan import encoder
 from nimblert.embedded import onnx_trust
 from nimblert.embedded.onnx_model import Attribute
 from nimblert.embedded.onnx_trust import Call
-from nimblert.files import container
 from nimblert.limits import Limits
 from nimblert.plan import (
     Fit,
@@ -484,7 +484,7 @@ def test_the_compiler_names_the_node_that_no_plan_can_hold(tmp_path: Path) -> No
 
 def test_a_refusal_on_the_command_line_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.plan"
-    path.write_bytes(container.encode_file(with_parameter(gather_plan(), 0, dtype="float64")))
+    path.write_bytes(encoder.encode_file(with_parameter(gather_plan(), 0, dtype="float64")))
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", str(path)])
     assert ended.value.code == 2

@@ -16,6 +16,7 @@ from host_driver import HostDriver
 from plans import cpu_plan
 
 import nimblert
+from nimblec.plan import encoder
 from nimblec.refit.programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, Executable, ExecutablePool, InputError, load_pool
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
@@ -249,7 +250,7 @@ def test_pool_close_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
 @pytest.mark.parametrize("fails", [0, 2])
 def test_pool_close_closes_all_whatever_one_raises(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmp_path / "cpu.plan"
-    cpu_plan().save(plan)
+    encoder.write(cpu_plan(), plan)
     pool = ExecutablePool([nimblert.load(plan) for _ in range(3)])
     close = Executable.close
 

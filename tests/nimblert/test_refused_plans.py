@@ -13,9 +13,9 @@ import pytest
 from plans import cuda_plan
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.cuda import driver
 from nimblert.errors import PlanError
-from nimblert.files import container
 from nimblert.plan import Plan, Record, Wait
 
 
@@ -32,9 +32,9 @@ def _without_events(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda plan: _altered(container.encode_file(plan)), r"was altered after it was written"),
-        (lambda plan: container.encode_file(replace(plan, kernels=())), r"kernel: 0 is out of range"),
-        (lambda plan: container.encode_file(_without_events(plan)), r"nothing orders their accesses"),
+        (lambda plan: _altered(encoder.encode_file(plan)), r"was altered after it was written"),
+        (lambda plan: encoder.encode_file(replace(plan, kernels=())), r"kernel: 0 is out of range"),
+        (lambda plan: encoder.encode_file(_without_events(plan)), r"nothing orders their accesses"),
     ],
     ids=["altered", "contradictory", "unordered"],
 )
@@ -47,8 +47,8 @@ def test_a_fault_of_a_plan_is_reported_before_one_of_the_machine(
 
 
 DAMAGED = [
-    pytest.param(_altered(container.encode_file(cuda_plan())), id="altered"),
-    pytest.param(container.encode_file(replace(cuda_plan(), kernels=())), id="contradictory"),
+    pytest.param(_altered(encoder.encode_file(cuda_plan())), id="altered"),
+    pytest.param(encoder.encode_file(replace(cuda_plan(), kernels=())), id="contradictory"),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from sized_plans import sized
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.arrays import padding
 from nimblert.calls.sizes import Sizes
 from nimblert.cpu.backend import CpuBackend, CpuResident
@@ -268,7 +269,7 @@ def test_programs_are_loaded_when_they_are_called_or_all_at_once(monkeypatch: py
 
 def test_fits_are_kept_in_the_file() -> None:
     plan = sized(*SIZES, fit=Fit.PADDED)
-    assert container.read(container.encode_file(plan)) == plan
+    assert container.read(encoder.encode_file(plan)) == plan
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -15,16 +15,17 @@ import pytest
 from kept_state import keeping
 
 import nimblert
+from nimblec.plan import encoder
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
-from nimblert.files import container, safetensors
+from nimblert.files import safetensors
 from nimblert.plan import ITEM_NBYTES, Memcpy, Memset, Weight
 from nimblert.rules import verify
 
 
 @pytest.fixture
 def loaded() -> Iterator[Executable]:
-    with nimblert.load(container.encode_file(keeping()), poison=True) as executable:
+    with nimblert.load(encoder.encode_file(keeping()), poison=True) as executable:
         yield executable
 
 
@@ -55,7 +56,7 @@ def scalar(dtype: str) -> Executable:
     """A plan with a scalar of this dtype among its state."""
     plan = keeping()
     zero = Weight(name="scalar", dtype=dtype, shape=(), offset=64, data=memoryview(bytes(ITEM_NBYTES[dtype])))
-    return nimblert.load(container.encode_file(replace(plan, state_nbytes=128, state=(*plan.state, zero))))
+    return nimblert.load(encoder.encode_file(replace(plan, state_nbytes=128, state=(*plan.state, zero))))
 
 
 FLOATS = (0.1, 3, float("inf"), np.float64(0.1), np.float32(0.1), np.array(2, "f4"))

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from plans import cuda_plan
-from subprocesses import FRAMEWORKS, python
+from subprocesses import FRAMEWORKS, ROOT, python
+
+from nimblec.plan import encoder
 
 COMPILERS = (*FRAMEWORKS, "onnxruntime", "cuda", "onnxscript", "scipy")
 
@@ -15,7 +17,7 @@ PRINT_IMPORTED = "import sys; print(' '.join(sorted({name.partition('.')[0] for 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "cuda.plan"
-    cuda_plan().save(path)
+    encoder.write(cuda_plan(), path)
     return path
 
 
@@ -40,6 +42,13 @@ def test_a_process_that_runs_cuda_plans_imports_nothing_of_the_cpu_target_and_no
     imported = set(python(code, cuda).split())
     assert "nimblert.rules.verify" in imported
     assert not imported & {"asyncio", "nimblert.rules.cpu_rules", "nimblert.embedded.onnx_model"}
+
+
+def test_runtime_reads_plans_without_a_writer_and_its_modules(cuda: Path) -> None:
+    code = "import sys; from nimblert.files import container; container.read(sys.argv[1]); print(*sys.modules)"
+    imported = set(python(code, cuda).split())
+    assert not imported & {"flatbuffers", "tempfile", "shutil", "lzma", "bz2", "random"}
+    assert not [path for path in (ROOT / "runtime").rglob("*.py") if "flatbuffers" in path.read_text()]
 
 
 def test_plans_are_inspected_where_no_framework_can_be_imported(cuda: Path) -> None:

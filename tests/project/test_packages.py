@@ -14,6 +14,7 @@ from plans import cuda_plan
 from subprocesses import FRAMEWORKS, ROOT
 
 import nimblec
+from nimblec.plan import encoder
 
 EXTRAS = (*FRAMEWORKS, "onnxruntime", "cuda", "onnxscript", "scipy")
 COMPILER = ("nimblec", "click", "rich", "ml_dtypes", "torch", "onnx", "triton", "scipy")
@@ -37,8 +38,17 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lean(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What `pip install ./runtime[cpu]` makes."""
     made = Environment(tmp_path_factory.mktemp("lean") / "venv")
-    made.link("numpy", "flatbuffers", "onnxruntime")
+    made.link("numpy", "onnxruntime")
     made.install(f"{copy}/runtime[cpu]")
+    return made
+
+
+@pytest.fixture(scope="module")
+def bare(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What `pip install ./runtime` makes."""
+    made = Environment(tmp_path_factory.mktemp("bare") / "venv")
+    made.link("numpy")
+    made.install(copy / "runtime")
     return made
 
 
@@ -54,7 +64,7 @@ def whole(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "cuda.plan"
-    cuda_plan().save(path)
+    encoder.write(cuda_plan(), path)
     return path
 
 
@@ -62,12 +72,23 @@ def files(environment: Environment, name: str) -> set[str]:
     return {str(file) for file in environment.installed(name).files or () if "__pycache__" not in file.parts}
 
 
-def test_the_runtime_alone_needs_two_packages(lean: Environment) -> None:
+def test_the_runtime_alone_needs_numpy(lean: Environment) -> None:
     required = [text for text in lean.installed("nimblert").requires or () if "extra" not in text]
-    assert sorted(required) == ["flatbuffers>=25.2.10", "numpy>=2.3"]
+    assert required == ["numpy>=2.3"]
     assert {"nimblert/py.typed", "nimblert/__init__.py"} <= files(lean, "nimblert")
     found = lean.run("-c", f"import importlib.util as u; print([n for n in {COMPILER!r} if u.find_spec(n)])")
     assert (found.stdout, found.stderr) == ("[]\n", "")
+
+
+def test_runtime_with_numpy_alone_reads_and_saves_plans(bare: Environment, cuda: Path, tmp_path: Path) -> None:
+    nimblec.compile(ROOT / "samples" / "digits.onnx", target="cpu", plan_cache=None).save(tmp_path / "digits.plan")
+    read = "import sys; from nimblert.files import container; container.read(sys.argv[1]).save(sys.argv[2])"
+    for path in (cuda, tmp_path / "digits.plan", *(ROOT / "tests" / "data").glob("*.plan")):
+        done = bare.run("-c", read, path, tmp_path / "again.plan")
+        assert (done.stdout, done.stderr) == ("", "")
+        assert (tmp_path / "again.plan").read_bytes() == path.read_bytes()
+    found = bare.run("-c", "import importlib.util as u; print(u.find_spec('flatbuffers'))")
+    assert found.stdout == "None\n"
 
 
 def test_the_runtime_alone_runs_a_plan(lean: Environment, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from serving import Shop, answered, command, infer, request, stocked
 from subprocesses import ROOT
 
+from nimblec.plan import encoder
 from nimblert.files import container
 
 URL = "http://127.0.0.1:8000/v2/models/digits"
@@ -159,7 +160,7 @@ def with_entries(shop: Shop, *names: str) -> None:
     """Write entries.plan: the digits, whose first programs are entries of these names."""
     plan = container.read(shop.folder / "digits.plan")
     programs = tuple(replace(program, entry=name, fits=()) for program, name in zip(plan.programs, names, strict=False))
-    replace(plan, programs=programs).save(shop.folder / "entries.plan")
+    encoder.write(replace(plan, programs=programs), shop.folder / "entries.plan")
 
 
 def without_rows(shop: Shop) -> None:
@@ -168,7 +169,7 @@ def without_rows(shop: Shop) -> None:
     (image,) = plan.programs[0].inputs
     flat = replace(image, shape=(8, 8), strides=(8, 1))
     program = replace(plan.programs[0], inputs=(flat,), profile=(), fits=())
-    replace(plan, programs=(program,)).save(shop.folder / "flat.plan")
+    encoder.write(replace(plan, programs=(program,)), shop.folder / "flat.plan")
 
 
 NEEDS = """

@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 from nimblec.cpu.capture import capture
 from nimblec.lower import lower, state, weights
 from nimblec.options import InputSpec
+from nimblec.plan import encoder
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
@@ -106,5 +107,6 @@ def bent_sum(folder: Path) -> Path:
     """A file with the plan of tanh(x) + tanh(x) for four numbers x; its ops are called "bend" and "sum"."""
     node = helper.make_node
     nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
-    plan_file(write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])).save(folder / "m.plan")
+    model = write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])
+    encoder.write(plan_file(model), folder / "m.plan")
     return folder / "m.plan"

@@ -13,6 +13,7 @@ from onnx import ModelProto, NodeProto, helper
 from subprocesses import python
 
 from fuzz import wrapped
+from nimblec.plan import encoder
 from nimblert.errors import PlanInvalidError
 from nimblert.files import container
 from nimblert.plan import Access, Launch, Memset, Module, Plan, Pointer, Region
@@ -99,7 +100,7 @@ def two_streams_plan(folder: Path) -> Plan:
 
 def refusal(plan: Plan) -> str:
     """Return what reading the file of the plan says."""
-    image = memoryview(container.encode_file(plan))
+    image = memoryview(encoder.encode_file(plan))
     with pytest.raises(PlanInvalidError) as caught:
         container.parse(image, "file")
     return "; ".join(caught.value.problems)
@@ -125,7 +126,7 @@ def outcomes(folder: Path, plans: Iterable[Plan]) -> dict[str, int]:
     files = []
     for i, plan in enumerate(plans):
         files.append(folder / f"{i}.plan")
-        files[-1].write_bytes(container.encode_file(plan))
+        files[-1].write_bytes(encoder.encode_file(plan))
     said = python("import runpy; runpy.run_module('fuzz.corpus', run_name='__main__')", *files)
     counted: dict[str, int] = literal_eval(said[said.rindex("{") : said.rindex("}") + 1])
     return counted

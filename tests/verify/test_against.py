@@ -17,6 +17,7 @@ import nimblec
 from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.difference import difference, same_numbers
 from nimblec.frontend.onnx import model_file, model_nodes
+from nimblec.plan import encoder
 from nimblec.verify.node_values import compare_nodes
 from nimblert import executable, golden
 from nimblert.files import container
@@ -85,7 +86,7 @@ def changed_weight(plan: Path, path: Path, name: str, change: Callable[[np.ndarr
     weight = opened.weights[index]
     values = change(np.frombuffer(weight.data, weight.dtype).copy())
     made = replace(weight, data=memoryview(values).cast("B"))
-    replace(opened, weights=(*opened.weights[:index], made, *opened.weights[index + 1 :])).save(path)
+    encoder.write(replace(opened, weights=(*opened.weights[:index], made, *opened.weights[index + 1 :])), path)
     return path
 
 
@@ -168,7 +169,7 @@ def test_a_node_that_differs_is_no_failure_where_the_outputs_agree(nimblec: Comm
     ]
     constants = {"w": weights(32, 32), "zero": np.zeros((), np.float32)}
     path = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2, 32)], [floats("y", 2, 32)], constants=constants)
-    plan_file(path).save(tmp_path / "m.plan")
+    encoder.write(plan_file(path), tmp_path / "m.plan")
     other = changed_weight(tmp_path / "m.plan", tmp_path / "other.plan", "w", lambda w: w + np.float32(0.1))
     done = nimblec("verify", other, "--against", path, "--per-node")
     (line,) = lines(done.out, "nodes")

@@ -13,6 +13,7 @@ from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit.recipe import Recipe, Source, model_of, sources
 from nimblec.cpu.refit.refittable import Refittable, digest
 from nimblec.ir import Part
+from nimblec.plan.encoder import encode
 from nimblec.refit.programs import part_of, refits_in_place, replacing
 from nimblec.refit.recipes import groups
 from nimblert.arrays.device_arrays import DeviceArray
@@ -20,7 +21,6 @@ from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting
 from nimblert.cpu.backend import CpuResident
 from nimblert.errors import InputError
-from nimblert.files.encoder import encode
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor
 
 

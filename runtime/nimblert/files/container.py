@@ -1,7 +1,6 @@
-"""Plan files: written, mapped and checked, around the FlatBuffer.
+"""Plan files: mapped, checked and saved. `nimblert.files.schema` has their format.
 
-A file is the FlatBuffer, the segments (code, weights), and a trailer of 64 bytes: a magic word, the FlatBuffer's size,
-the file's size, 8 zero bytes, and the SHA-256 of all bytes before the digest.
+nimblert writes no plans: it saves the bytes of a file that the compiler has written.
 """
 
 import copyreg
@@ -11,15 +10,12 @@ import os
 import stat
 import weakref
 from collections.abc import Callable
-from io import BufferedReader, BytesIO
-from pathlib import Path
-from struct import Struct
+from io import BufferedReader
 from typing import BinaryIO, TypeAlias
 
 from nimblert.errors import InputError, PlanError, PlanFormatError, raised_by_handler
-from nimblert.files import schema, segments
 from nimblert.files.decoder import decode, file_nbytes
-from nimblert.files.replacing import replacing
+from nimblert.files.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
 from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Plan
 from nimblert.rules import verify
@@ -27,11 +23,6 @@ from nimblert.rules import verify
 Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
 """A plan file, by its path or by its bytes."""
 
-MAGIC = b"NPLNTAIL"
-"""The first bytes of the trailer."""
-
-_TRAILER = Struct("<8sQQ8x32s")
-_DIGEST_NBYTES = 32
 _CHUNK_NBYTES = 16 << 20
 
 _SIGNATURES = (
@@ -48,34 +39,39 @@ _SIGNATURES = (
 """The first bytes of files that users may mistake for plans. An ONNX model starts with its ir_version, field 1."""
 
 
-def write(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan to ``path``, whole or not at all.
+def image_of(plan: Plan) -> memoryview:
+    """Return the bytes of the file that a plan was read from. Raises InputError where the plan was made in memory."""
+    if plan.image is None:
+        raise InputError(
+            "the plan was made or changed in memory, so no file holds it: nimblec.plan.encoder.write(plan, path) makes"
+            " one"
+        )
+    return plan.image
 
-    The bytes go to a temporary file beside it, which is renamed once they are on disk. Code and weights are streamed.
-    Raises PlanInvalidError where the plan contradicts itself, and NimbleError where the file cannot be written; an
-    existing file is unchanged then.
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the file that a plan was read from to ``path``, byte for byte, whole or not at all.
+
+    The bytes go to a temporary file beside it, which is renamed once they are on disk. Raises InputError where the plan
+    was made or changed in memory, and NimbleError where the file cannot be written; an existing file is unchanged then.
     """
-    verify.check(plan)
-    with replacing(Path(path)) as file:
-        _stream(plan, file)
+    # Imported here: most processes write no file.
+    from nimblert.files.replacing import replacing
+
+    image = image_of(plan)
+    with replacing(path) as file:
+        file.write(image)
 
 
-Plan.save = write
+Plan.save = save
 
 
 def _reduced(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
-    """What pickle and copy make a plan of: its file."""
-    return read, (encode_file(plan),)
+    """Return what pickle and copy make a plan of: its file."""
+    return read, (bytes(image_of(plan)),)
 
 
 copyreg.pickle(Plan, _reduced)
-
-
-def encode_file(plan: Plan) -> bytes:
-    """The bytes of the plan's file. Unlike `write`, takes plans that contradict themselves."""
-    file = BytesIO()
-    _stream(plan, file)
-    return file.getvalue()
 
 
 def read(source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS) -> Plan:
@@ -100,7 +96,7 @@ def open_image(source: Source, *, copy: bool = False) -> memoryview:
     """The bytes of a plan file, read-only, after a check of its identifier and length.
 
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
-    truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `write` does, is
+    truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
     safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
     copied.
     """
@@ -195,7 +191,7 @@ def digest(image: memoryview) -> bytes:
     hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """
     sha256 = hashlib.sha256()
-    content = image[:-_DIGEST_NBYTES]
+    content = image[:-DIGEST_NBYTES]
     for start in range(0, len(content), _CHUNK_NBYTES):
         sha256.update(content[start : start + _CHUNK_NBYTES])
     return sha256.digest()
@@ -203,7 +199,7 @@ def digest(image: memoryview) -> bytes:
 
 def verify_digest(image: memoryview, path: str) -> None:
     """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
-    if digest(image) != image[-_DIGEST_NBYTES:]:
+    if digest(image) != image[-DIGEST_NBYTES:]:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 
@@ -216,7 +212,7 @@ def parse(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan
 
 def decoded(image: memoryview, path: str) -> Plan:
     """The plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
-    _, flatbuffer_nbytes, _, _ = _TRAILER.unpack(image[-_TRAILER.size :])
+    _, flatbuffer_nbytes, _, _ = TRAILER.unpack(image[-TRAILER.size :])
     try:
         return decode(image, flatbuffer_nbytes)
     except PlanFormatError as exc:
@@ -225,12 +221,12 @@ def decoded(image: memoryview, path: str) -> Plan:
 
 def check_frame(image: memoryview, path: str) -> None:
     """Raise PlanFormatError unless identifier, trailer and the lengths in it are those of a plan file."""
-    if image[4:8] != schema.IDENTIFIER:
+    if image[4:8] != IDENTIFIER:
         raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")
     actual = len(image)
-    if actual >= _TRAILER.size:
-        magic, flatbuffer_nbytes, expected, _ = _TRAILER.unpack(image[-_TRAILER.size :])
-        if magic == MAGIC and expected == actual and flatbuffer_nbytes <= actual - _TRAILER.size:
+    if actual >= TRAILER.size:
+        magic, flatbuffer_nbytes, expected, _ = TRAILER.unpack(image[-TRAILER.size :])
+        if magic == MAGIC and expected == actual and flatbuffer_nbytes <= actual - TRAILER.size:
             return
     named = file_nbytes(image)
     if named is None or named == actual:
@@ -246,29 +242,3 @@ def _resemblance(image: memoryview) -> str:
         if start.startswith(signature):
             return f", it looks like {what}"
     return ""
-
-
-def _stream(plan: Plan, file: BinaryIO) -> None:
-    """Write the bytes of the file in order."""
-    from nimblert.files.encoder import encode  # it imports the generated code, which reading does not need
-
-    encoded = encode(plan)
-    sha256 = hashlib.sha256()
-    position = 0
-
-    def put(data: bytes | memoryview) -> None:
-        nonlocal position
-        sha256.update(data)
-        file.write(data)
-        position += len(data)
-
-    put(encoded.flatbuffer)
-    for segment, data in zip(encoded.segments, segments.contents(plan), strict=True):
-        put(bytes(segment.offset - position))
-        # An empty memoryview of several dimensions cannot be cast.
-        content = data.cast("B") if data.nbytes else memoryview(b"")
-        for start in range(0, len(content), _CHUNK_NBYTES):
-            put(content[start : start + _CHUNK_NBYTES])
-    end = encoded.trailer.offset + encoded.trailer.nbytes
-    put(_TRAILER.pack(MAGIC, len(encoded.flatbuffer), end, bytes(_DIGEST_NBYTES))[:-_DIGEST_NBYTES])
-    file.write(sha256.digest())

@@ -1,83 +1,69 @@
-"""Decode the bytes of a plan file into a `Plan`: the only reader of its FlatBuffer.
+"""Decode the bytes of a plan file into a `Plan`, by the table of fields in `nimblert.files.schema`."""
 
-The numbers passed to a `Table` are positions of fields in schema/plan.fbs.
-"""
-
-from struct import Struct
-from struct import error as struct_error
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from nimblert.errors import PlanFormatError
-from nimblert.files import schema, segments
-from nimblert.files.flatbuffer import FlatBuffer, Table
-from nimblert.files.schema import Action
-from nimblert.files.segments import Segment
-from nimblert.plan import (
-    Access,
-    Candidate,
-    Command,
-    Device,
-    Dim3,
-    Fit,
-    Golden,
-    GoldenOutput,
-    Kernel,
-    Launch,
-    Memcpy,
-    Memset,
-    Module,
-    Op,
-    Parameter,
-    ParameterKind,
-    Plan,
-    Pointer,
-    Program,
-    Record,
-    Region,
-    Relocation,
-    Role,
-    ScheduleRecord,
-    Target,
-    Tensor,
-    Wait,
-    Weight,
-)
+from nimblert.files import schema
+from nimblert.files.flatbuffer import FlatBuffer
+from nimblert.files.schema import TABLES, Segment, Table
+from nimblert.plan import Access, Plan, Pointer, Region, Relocation
 
-_U32 = Struct("<I")
-_I64 = Struct("<q")
-_U64 = Struct("<Q")
-_F64 = Struct("<d")
+_OFFSET = struct.Struct("<I")
+
+_Reader: TypeAlias = Callable[[int], Any]
+"""A function that returns the value at a position of the FlatBuffer."""
+_Layout: TypeAlias = tuple[int, list[tuple[str, int, _Reader]]]
+"""The size of a table, and of each field that it has the name, the place in the table and the reader."""
 
 
 def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
-    """The plan in a file's bytes; its code and weights are slices of ``image``, not copies.
+    """Return the plan in a file's bytes; its code and weights are slices of ``image``, not copies.
 
     Raises PlanFormatError where the bytes are not a plan, or of an unsupported major version of the schema. Whether the
     plan is valid is for `nimblert.rules.verify` to check.
     """
+    buffer = FlatBuffer(image[:flatbuffer_nbytes])
     try:
-        root = FlatBuffer(image[:flatbuffer_nbytes]).root()
-        version = root.record(0, schema.SCHEMA_VERSION)
-    except struct_error as exc:
+        major, minor = _header(buffer, "schema")
+    except struct.error as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}") from exc
-    _check_version(*version)
+    _check_major(major, minor)
+    decoder = _Decoder(buffer, image)
     try:
-        return _Decoder(image, flatbuffer_nbytes).plan(root)
+        plan: Plan = decoder.plan()
+        trailer, *segments = decoder.segments
+        _check_segments([*segments, trailer], image, flatbuffer_nbytes)
     except PlanFormatError as exc:
-        raise PlanFormatError(f"{exc}{_hint(*version)}") from exc
-    except (struct_error, TypeError, IndexError, ValueError, OverflowError) as exc:
-        raise PlanFormatError(f"flatbuffer is damaged: {exc}{_hint(*version)}") from exc
+        raise PlanFormatError(f"{exc}{_hint(major, minor)}") from exc
+    except (struct.error, TypeError, IndexError, ValueError, OverflowError) as exc:
+        raise PlanFormatError(f"flatbuffer is damaged: {exc}{_hint(major, minor)}") from exc
+    object.__setattr__(plan, "image", image)
+    return plan
 
 
 def file_nbytes(image: memoryview) -> int | None:
-    """The full length of the file that ``image`` is the start of; None where it is too short to tell."""
+    """Return the full length of the file that ``image`` is the start of; None where it is too short to tell."""
     try:
-        trailer = Segment(*FlatBuffer(image).root().record(1, schema.SEGMENT))
-    except (struct_error, PlanFormatError):
+        return sum(_header(FlatBuffer(image), "trailer"))
+    except (struct.error, PlanFormatError):
         return None
-    return trailer.offset + trailer.nbytes
 
 
-def _check_version(major: int, minor: int) -> None:
+def _header(buffer: FlatBuffer, name: str) -> tuple[int, int]:
+    """Return the two numbers of a required struct of the root table."""
+    fields = TABLES["Plan"].fields
+    slot = [field.name for field in fields].index(name)
+    root = buffer.target(0)
+    _, places = buffer.layout(buffer.vtable(root), len(fields))
+    if not places[slot]:
+        raise PlanFormatError(f"flatbuffer: Plan at byte {root} lacks its field {name}")
+    first, second = schema.STRUCTS[fields[slot].type].unpack_from(buffer.view, root + places[slot])
+    return first, second
+
+
+def _check_major(major: int, minor: int) -> None:
     if not schema.OLDEST_MAJOR <= major <= schema.MAJOR:
         raise PlanFormatError(
             f"made with plan schema {major}.{minor}, this nimblert reads {schema.OLDEST_MAJOR}.x to {schema.MAJOR}.x;"
@@ -86,13 +72,36 @@ def _check_version(major: int, minor: int) -> None:
 
 
 def _hint(major: int, minor: int) -> str:
-    """A possible reason why a plan cannot be decoded, for the end of a message."""
+    """Return a possible reason why a plan cannot be decoded, for the end of a message."""
     if (major, minor) <= (schema.MAJOR, schema.MINOR):
         return ""
     return (
         f"; it is of plan schema {major}.{minor}, which this nimblert knows up to {schema.MAJOR}.{schema.MINOR}:"
         f" a newer one may read it"
     )
+
+
+def _check_segments(segments: list[Segment], image: memoryview, start: int) -> None:
+    """Raise PlanFormatError unless ``segments`` fill ``image`` from ``start`` to its end; the last is the trailer.
+
+    They ascend without overlap, with less than a page of zeros between them.
+    """
+    trailer = segments[-1]
+    if trailer.nbytes != schema.TRAILER.size:
+        raise PlanFormatError(f"trailer of {trailer.nbytes} bytes, expected {schema.TRAILER.size}")
+    for segment in segments:
+        if not start <= segment.offset < start + schema.ALIGNMENT:
+            raise PlanFormatError(
+                f"segment at byte {segment.offset}: the one before it ends at byte {start},"
+                f" expected less than {schema.ALIGNMENT} bytes between"
+            )
+        if image[start : segment.offset] != bytes(segment.offset - start):
+            raise PlanFormatError(f"bytes {start} to {segment.offset}: expected zero padding")
+        start = segment.offset + segment.nbytes
+        if start > len(image):
+            raise PlanFormatError(f"segment at byte {segment.offset} ends at byte {start} of {len(image)}")
+    if start != len(image):
+        raise PlanFormatError(f"the last segment ends at byte {start} of {len(image)}")
 
 
 class _Pointers(dict[tuple[int, int, int], Pointer]):
@@ -105,223 +114,129 @@ class _Pointers(dict[tuple[int, int, int], Pointer]):
 
 
 class _Decoder:
-    """One method for each table of the schema, from the root down."""
+    """The readers of one FlatBuffer, one for each type.
 
-    def __init__(self, image: memoryview, flatbuffer_nbytes: int) -> None:
+    No reader refers to the decoder: there is no cycle that would keep a file mapped.
+    """
+
+    def __init__(self, buffer: FlatBuffer, image: memoryview) -> None:
+        self.segments: list[Segment] = []
+        """Those that were read, in the order of the fields: the trailer first."""
+        self._buffer = buffer
         self._image = image
-        self._flatbuffer_nbytes = flatbuffer_nbytes
-        self._segments: list[Segment] = []
         self._pointers = _Pointers()
+        self._tables: dict[str, _Reader] = {}
+        for name, table in TABLES.items():
+            read = self._table(name, table)
+            self._tables[name] = self._command(read) if name == "Command" else read
 
-    def plan(self, table: Table) -> Plan:
-        plan = Plan(
-            producer=table.string(2),
-            versions=tuple((version.string(0), version.string(1)) for version in table.tables(3)),
-            target=Target(table.u8(4)),
-            device=self._device(table.table(5)),
-            modules=tuple(map(self._module, table.tables(6))),
-            kernels=tuple(map(self._kernel, table.tables(7))),
-            weights_nbytes=table.u64(8),
-            weights=tuple(map(self._weight, table.tables(9))),
-            state_nbytes=table.u64(10),
-            state=tuple(map(self._weight, table.tables(11))),
-            programs=tuple(map(self._program, table.tables(12))),
-            refits=tuple(map(self._program, table.tables(13))),
-        )
-        trailer = Segment(*table.record(1, schema.SEGMENT))
-        if trailer.nbytes != segments.TRAILER_NBYTES:
-            raise PlanFormatError(f"trailer of {trailer.nbytes} bytes, expected {segments.TRAILER_NBYTES}")
-        segments.check((*self._segments, trailer), self._image, self._flatbuffer_nbytes)
+    def plan(self) -> Plan:
+        """Read the root table."""
+        plan: Plan = self._tables["Plan"](self._buffer.target(0))
         return plan
 
-    def _device(self, table: Table) -> Device:
-        major, minor = table.optional_record(1, schema.COMPUTE_CAPABILITY) or (0, 0)
-        return Device(
-            name=table.string(0),
-            compute_capability=(major, minor),
-            multiprocessor_count=table.u32(2),
-            driver_version=table.u32(3),
-        )
+    def _table(self, name: str, table: Table) -> _Reader:
+        """Return the reader of the tables of this type."""
+        buffer, record, apart = self._buffer, table.record, table.apart
+        readers = [(field, self._field(field.type)) for field in table.fields]
+        defaults = {field.name: field.default for field in table.fields}
+        layouts: dict[int, _Layout] = {}
 
-    def _bytes(self, table: Table, slot: int) -> memoryview:
-        """The bytes of a Segment, fewer where it leaves the file; the field after it is its compression.
+        def layout(position: int, vtable: int) -> _Layout:
+            nbytes, places = buffer.layout(vtable, len(readers))
+            present = []
+            for (field, reader), place in zip(readers, places, strict=True):
+                if place:
+                    present.append((field.name, place, reader))
+                elif field.default is schema.REQUIRED:
+                    raise PlanFormatError(f"flatbuffer: {name} at byte {position} lacks its field {field.name}")
+            return nbytes, present
 
-        The places of segments are checked once all are known.
-        """
-        if compression := table.u8(slot + 1):
-            raise PlanFormatError(f"segment of compression {compression}: this nimblert knows none")
-        segment = Segment(*table.record(slot, schema.SEGMENT))
-        self._segments.append(segment)
-        return self._image[segment.offset : segment.offset + segment.nbytes]
+        def read(position: int) -> Any:
+            vtable = buffer.vtable(position)
+            if vtable not in layouts:
+                layouts[vtable] = layout(position, vtable)
+            nbytes, present = layouts[vtable]
+            buffer.claim(position, nbytes)
+            values = defaults | {name: reader(position + place) for name, place, reader in present}
+            for other in apart:
+                del values[other]
+            return tuple(values.values()) if record is tuple else record(**values)
 
-    def _module(self, table: Table) -> Module:
-        return Module(origin=table.string(0), code=self._bytes(table, 1))
+        return read
 
-    def _kernel(self, table: Table) -> Kernel:
-        return Kernel(
-            module=table.u32(0),
-            symbol=table.string(1),
-            parameters=tuple(map(_parameter, table.tables(2))),
-            max_dynamic_smem_nbytes=table.u32(3),
-            non_portable_cluster=table.boolean(4),
-        )
+    def _command(self, read: _Reader) -> _Reader:
+        """Return the reader of commands: ``read`` returns the number of an action and its position."""
+        members = [self._tables[name] for name in schema.ACTIONS]
 
-    def _weight(self, table: Table) -> Weight:
-        return Weight(
-            name=table.string(0),
-            dtype=table.string(1),
-            shape=table.numbers(2, _I64),
-            offset=table.u64(3),
-            data=self._bytes(table, 4),
-        )
+        def command(position: int) -> Any:
+            kind, action = read(position)
+            if not 1 <= kind <= len(members):
+                raise PlanFormatError(f"command of kind {kind}: this nimblert knows kinds 1 to {len(members)}")
+            return members[kind - 1](action)
 
-    def _program(self, table: Table) -> Program:
-        golden, schedule = table.optional_table(10), table.optional_table(11)
-        return Program(
-            name=table.string(0),
-            inputs=tuple(map(self._tensor, table.tables(1))),
-            outputs=tuple(map(self._tensor, table.tables(2))),
-            input_nbytes=table.numbers(3, _U64),
-            output_nbytes=table.numbers(4, _U64),
-            arena_nbytes=table.u64(5),
-            stream_count=table.u32(6),
-            event_count=table.u32(7),
-            ops=tuple(Op(name=op.string(0), source=op.string(1)) for op in table.tables(8)),
-            commands=tuple(map(self._command, table.tables(9))),
-            golden=None if golden is None else _golden(golden),
-            schedule=None if schedule is None else _schedule(schedule),
-            entry=table.string(12),
-            profile=tuple((dimension.string(0), dimension.u64(1)) for dimension in table.tables(13)),
-            role=Role(table.u8(14)),
-            fits=tuple(map(Fit, table.data(15))),
-        )
+        return command
 
-    def _tensor(self, table: Table) -> Tensor:
-        sample_range = table.optional_record(5, schema.SAMPLE_RANGE)
-        return Tensor(
-            name=table.string(0),
-            dtype=table.string(1),
-            shape=table.numbers(2, _I64),
-            strides=table.numbers(3, _I64),
-            pointer=self._pointer(table, 4),
-            sample_range=sample_range and (sample_range[0], sample_range[1]),
-            mask=bool(table.u8(6)),
-        )
+    def _field(self, kind: str) -> _Reader:
+        """Return the reader of the fields of this type."""
+        buffer = self._buffer
+        if kind.startswith("["):
+            return self._vector(kind.strip("[]"))
+        if kind in self._tables:
+            read = self._tables[kind]
+            return lambda at: read(buffer.target(at))
+        if kind in schema.STRUCTS:
+            return self._struct(kind)
+        if kind == "string":
+            return lambda at: str(buffer.vector(at, 1)[1], "utf-8")
+        return buffer.target if kind == "Action" else self._number(kind)
 
-    def _command(self, table: Table) -> Command:
-        kind, action = table.u8(0), table.table(1)
-        match kind:
-            case Action.LAUNCH:
-                return self._launch(action)
-            case Action.MEMCPY:
-                return self._memcpy(action)
-            case Action.MEMSET:
-                return self._memset(action)
-            case Action.RECORD:
-                return Record(stream=action.u32(0), event=action.u32(1))
-            case Action.WAIT:
-                return Wait(stream=action.u32(0), event=action.u32(1))
-        raise PlanFormatError(f"command of kind {kind}: this nimblert knows kinds 1 to {Action.WAIT}")
+    def _number(self, kind: str) -> _Reader:
+        view = self._buffer.view
+        if kind in schema.NUMBERS:
+            unpack = schema.NUMBERS[kind].unpack_from
+            return lambda at: unpack(view, at)[0]
+        enum = schema.ENUMS[kind]
+        return lambda at: enum(view[at])
 
-    def _launch(self, table: Table) -> Launch:
-        return Launch(
-            stream=table.u32(0),
-            op=table.u32(1),
-            kernel=table.u32(2),
-            params=table.data(3),
-            relocations=self._relocations(table, 4),
-            reads=self._accesses(table, 5),
-            writes=self._accesses(table, 6),
-            grid=_dim3(table.record(7, schema.DIM3)),
-            block=_dim3(table.record(8, schema.DIM3)),
-            cluster=_dim3(table.optional_record(9, schema.DIM3) or (0, 0, 0)),
-            dynamic_smem_nbytes=table.u32(10),
-            cooperative=table.boolean(11),
-            programmatic=table.boolean(12),
-            duration_ns=table.u64(13),
-        )
+    def _struct(self, kind: str) -> _Reader:
+        view, image, segments, pointers = self._buffer.view, self._image, self.segments, self._pointers
+        unpack = schema.STRUCTS[kind].unpack_from
 
-    def _memcpy(self, table: Table) -> Memcpy:
-        return Memcpy(
-            stream=table.u32(0),
-            op=table.u32(1),
-            dst=self._pointer(table, 2),
-            src=self._pointer(table, 3),
-            nbytes=table.u64(4),
-            duration_ns=table.u64(5),
-        )
+        def segment(at: int) -> memoryview:
+            """Return the bytes of a segment, fewer where it leaves the file; places are checked once all are known."""
+            segments.append(found := Segment(*unpack(view, at)))
+            return image[found.offset : found.offset + found.nbytes]
 
-    def _memset(self, table: Table) -> Memset:
-        return Memset(
-            stream=table.u32(0),
-            op=table.u32(1),
-            dst=self._pointer(table, 2),
-            value=table.u32(3),
-            element_nbytes=table.u8(4),
-            count=table.u64(5),
-            duration_ns=table.u64(6),
-        )
+        if kind == "Segment":
+            return segment
+        if kind == "Pointer":
+            return lambda at: pointers[unpack(view, at)]
+        return lambda at: unpack(view, at)
 
-    def _pointer(self, table: Table, slot: int) -> Pointer:
-        offset, index, region = table.record(slot, schema.POINTER)
-        return self._pointers[offset, index, region]
+    def _vector(self, item: str) -> _Reader:
+        """Return the reader of the vectors of this type."""
+        buffer, pointers = self._buffer, self._pointers
+        if item in self._tables:
+            read = self._tables[item]
 
-    def _relocations(self, table: Table, slot: int) -> tuple[Relocation, ...]:
-        pointers = self._pointers
-        return tuple(
-            Relocation(param_offset=param_offset, pointer=pointers[offset, index, region])
-            for offset, index, region, param_offset in table.records(slot, schema.RELOCATION)
-        )
+            def tables(at: int) -> tuple[Any, ...]:
+                start, offsets = buffer.vector(at, 4)
+                return tuple([read(start + 4 * i + offset) for i, (offset,) in enumerate(_OFFSET.iter_unpack(offsets))])
 
-    def _accesses(self, table: Table, slot: int) -> tuple[Access, ...]:
-        pointers = self._pointers
-        return tuple(
-            Access(pointer=pointers[offset, index, region], nbytes=nbytes)
-            for offset, index, region, nbytes in table.records(slot, schema.ACCESS)
-        )
+            return tables
+        if item == "ubyte":
+            return lambda at: bytes(buffer.vector(at, 1)[1])
+        if item in schema.ENUMS:
+            enum = schema.ENUMS[item]
+            return lambda at: tuple(map(enum, buffer.vector(at, 1)[1]))
+        layout = schema.STRUCTS.get(item) or schema.NUMBERS[item]
 
+        def rows(at: int) -> Iterator[tuple[Any, ...]]:
+            return layout.iter_unpack(buffer.vector(at, layout.size)[1])
 
-def _parameter(table: Table) -> Parameter:
-    return Parameter(
-        offset=table.u32(0),
-        nbytes=table.u32(1),
-        kind=ParameterKind(table.u8(2)),
-        name=table.string(3),
-        dtype=table.string(4),
-        shape=table.numbers(5, _I64),
-    )
-
-
-def _golden(table: Table) -> Golden:
-    return Golden(
-        seed=table.u64(0),
-        tolerance=table.f64(1),
-        outputs=tuple(
-            GoldenOutput(sha256=output.data(0), samples=output.numbers(1, _F64)) for output in table.tables(2)
-        ),
-    )
-
-
-def _schedule(table: Table) -> ScheduleRecord:
-    return ScheduleRecord(
-        policy=table.string(0),
-        antichain=table.numbers(1, _U32),
-        arena_lower_bound_nbytes=table.u64(2),
-        candidates=tuple(map(_candidate, table.tables(3))),
-        fewest_sync_count=table.u32(4),
-    )
-
-
-def _candidate(table: Table) -> Candidate:
-    return Candidate(
-        policy=table.string(0),
-        stream_count=table.u32(1),
-        sync_count=table.u32(2),
-        arena_nbytes=table.u64(3),
-        duration_ns=table.u64(4),
-    )
-
-
-def _dim3(numbers: tuple[int, ...]) -> Dim3:
-    x, y, z = numbers
-    return x, y, z
+        if item == "Relocation":
+            return lambda at: tuple([Relocation(param_offset=n, pointer=pointers[o, i, r]) for o, i, r, n in rows(at)])
+        if item == "Access":
+            return lambda at: tuple([Access(pointer=pointers[o, i, r], nbytes=n) for o, i, r, n in rows(at)])
+        return lambda at: tuple([number for (number,) in rows(at)])

@@ -20,7 +20,7 @@ _KINDS = {
 }
 
 
-def destination(path: Path) -> Path:
+def destination(path: str | os.PathLike[str]) -> Path:
     """The place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
 
     Raises NimbleError where anything but a regular file is there.
@@ -38,7 +38,7 @@ def destination(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write, which replaces ``path`` if the block ends without an error.
 
     A symbolic link is kept, and its target replaced. Until then the file is in a folder beside the target, which the

@@ -11,7 +11,6 @@ import numpy as np
 
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import InputError
-from nimblert.files.replacing import replacing
 
 _DTYPES = {
     "BOOL": "bool",
@@ -84,6 +83,9 @@ def write(path: str | PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
         from safetensors import numpy as files
     except ImportError as exc:
         raise InputError("a safetensors file needs a package to write it: pip install 'nimblert[safetensors]'") from exc
+    # Imported here: most processes write no file.
+    from nimblert.files.replacing import replacing
+
     content = files.save(dict(arrays))
-    with replacing(Path(path)) as file:
+    with replacing(path) as file:
         file.write(content)

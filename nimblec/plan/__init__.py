@@ -1,0 +1,1 @@
+"""The plan file: how nimblec writes what nimblert reads."""

@@ -1,0 +1,236 @@
+# mypy: disable-error-code="no-untyped-call"
+# (flatbuffers.Builder has no types)
+"""Write plan files, by the table of fields in `nimblert.files.schema`, by which nimblert reads them."""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from os import PathLike
+from typing import Any, BinaryIO, NamedTuple
+
+from flatbuffers.builder import Builder, BuilderSizeError
+
+from nimblert.errors import PlanFormatError
+from nimblert.files import schema
+from nimblert.files.replacing import replacing
+from nimblert.files.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Field, Segment
+from nimblert.plan import Command, Plan, Target
+from nimblert.rules import verify
+
+_MODEL_ALIGNMENT = 64
+"""For ONNX models, which are small and many: with a page each, most of the file would be padding."""
+
+_CHUNK_NBYTES = 16 << 20
+
+_ALIGNMENTS = {
+    kind: max(struct.calcsize(code) for code in layout.format if code.isalpha()) for kind, layout in STRUCTS.items()
+}
+"""A struct is aligned like the largest of its numbers."""
+
+_PREPEND = {
+    "bool": Builder.PrependBoolSlot,
+    "ubyte": Builder.PrependUint8Slot,
+    "uint": Builder.PrependUint32Slot,
+    "long": Builder.PrependInt64Slot,
+    "ulong": Builder.PrependUint64Slot,
+    "double": Builder.PrependFloat64Slot,
+}
+
+
+class Encoded(NamedTuple):
+    """A FlatBuffer, and the places in the file of code and weights, in order, and of the trailer."""
+
+    flatbuffer: bytes
+    segments: tuple[Segment, ...]
+    trailer: Segment
+
+
+def write(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write the plan to ``path``, whole or not at all.
+
+    The bytes go to a temporary file beside it, which is renamed once they are on disk. Code and weights are streamed.
+    Raises PlanInvalidError where the plan contradicts itself, and NimbleError where the file cannot be written; an
+    existing file is unchanged then.
+    """
+    verify.check(plan)
+    with replacing(path) as file:
+        _stream(plan, file)
+
+
+def encode_file(plan: Plan) -> bytes:
+    """Return the bytes of the plan's file. Unlike `write`, takes plans that contradict themselves."""
+    file = BytesIO()
+    _stream(plan, file)
+    return file.getvalue()
+
+
+def encode(plan: Plan) -> Encoded:
+    """Encode everything but code and weights, which only get their places.
+
+    Equal plans give equal bytes. Raises PlanFormatError where a number does not fit its field or the FlatBuffer would
+    pass 2 GiB.
+    """
+    encoder = _Encoder()
+    try:
+        buffer = encoder.finish(plan)
+    except (struct.error, TypeError, UnicodeEncodeError, OverflowError, BuilderSizeError) as exc:
+        raise PlanFormatError(f"the plan does not fit its file format: {exc}") from exc
+    placed = _place(plan, len(buffer))
+    end = placed[-1].offset + placed[-1].nbytes if placed else len(buffer)
+    trailer = Segment(end, TRAILER.size)
+    for position, segment in zip(encoder.segments, (*placed, trailer), strict=True):
+        # Builder offsets count from the end of the buffer.
+        STRUCTS["Segment"].pack_into(buffer, len(buffer) - position, *segment)
+    return Encoded(bytes(buffer), placed, trailer)
+
+
+def _stream(plan: Plan, file: BinaryIO) -> None:
+    """Write the bytes of the file in order."""
+    encoded = encode(plan)
+    sha256 = hashlib.sha256()
+    position = 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal position
+        sha256.update(data)
+        file.write(data)
+        position += len(data)
+
+    put(encoded.flatbuffer)
+    for segment, data in zip(encoded.segments, _contents(plan), strict=True):
+        put(bytes(segment.offset - position))
+        # An empty memoryview of several dimensions cannot be cast.
+        content = data.cast("B") if data.nbytes else memoryview(b"")
+        for start in range(0, len(content), _CHUNK_NBYTES):
+            put(content[start : start + _CHUNK_NBYTES])
+    trailer = TRAILER.pack(schema.MAGIC, len(encoded.flatbuffer), position + TRAILER.size, b"")
+    put(trailer[: -schema.DIGEST_NBYTES])
+    file.write(sha256.digest())
+
+
+def _contents(plan: Plan) -> Iterator[memoryview]:
+    """Yield the bytes of each segment, in file order: modules, weights, state."""
+    for module in plan.modules:
+        yield module.code
+    for weight in (*plan.weights, *plan.state):
+        yield weight.data
+
+
+def _place(plan: Plan, start: int) -> tuple[Segment, ...]:
+    """Return the places of `_contents`, from byte ``start`` on.
+
+    Cubins start on pages, ONNX models close together. The offset of a weight in the file equals that in its region
+    modulo the page size, so that adjacent weights keep their distance and one copy can upload them all.
+    """
+    of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
+    places = [of_code] * len(plan.modules) + [(w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
+    placed = []
+    for (residue, alignment), data in zip(places, _contents(plan), strict=True):
+        offset = start + (residue - start) % alignment
+        placed.append(Segment(offset, data.nbytes))
+        start = offset + data.nbytes
+    return tuple(placed)
+
+
+class _Encoder:
+    """A FlatBuffer that grows from back to front: what a table holds is written before the table.
+
+    The places of segments depend on the size of the FlatBuffer, so they are written as zeros; ``segments`` holds where
+    to fill them in: those of `_contents` in order, then that of the trailer. Methods return the offset of what they
+    wrote, 0 for nothing: an empty string or vector is an absent field.
+    """
+
+    def __init__(self) -> None:
+        self.segments: list[int] = []
+        self._builder = Builder(1 << 16)
+
+    def finish(self, plan: Plan) -> bytearray:
+        """Return the FlatBuffer of the plan, with its segments still zero."""
+        self._builder.Finish(self._table("Plan", plan), schema.IDENTIFIER)
+        buffer: bytearray = self._builder.Output()
+        return buffer
+
+    def _table(self, name: str, record: Any) -> int:
+        fields = TABLES[name].fields
+        values = record if isinstance(record, tuple) else [_value(record, field) for field in fields]
+        present = [
+            (slot, field.type, self._outside(field.type, value))
+            for slot, (field, value) in enumerate(zip(fields, values, strict=True))
+            if field.default is schema.REQUIRED or value != field.default
+        ]
+        self._builder.StartObject(len(fields))
+        for slot, kind, value in present:
+            if kind in STRUCTS:
+                self._builder.PrependStructSlot(slot, self._struct(kind, value), 0)
+            elif kind in NUMBERS or kind in ENUMS:
+                _PREPEND[kind if kind in NUMBERS else "ubyte"](self._builder, slot, value, 0)
+            else:
+                self._builder.PrependUOffsetTRelativeSlot(slot, value, 0)
+        return int(self._builder.EndObject())
+
+    def _outside(self, kind: str, value: Any) -> Any:
+        """Return the offset of a string, vector or table, which lies outside of the table; other values as they are."""
+        if kind == "string":
+            return self._builder.CreateString(value)
+        if kind in TABLES:
+            return self._table(kind, value)
+        return self._vector(kind[1:-1], value) if kind.startswith("[") else value
+
+    def _struct(self, kind: str, value: Any) -> int:
+        data = STRUCTS[kind].pack(*_numbers(kind, value))
+        self._builder.Prep(_ALIGNMENTS[kind], len(data))
+        self._put(data)
+        if kind == "Segment":
+            self.segments.append(self._builder.Offset())
+        return int(self._builder.Offset())
+
+    def _vector(self, item: str, values: Sequence[Any]) -> int:
+        if not values:
+            return 0
+        builder = self._builder
+        if item in TABLES:
+            offsets = [self._command(value) if item == "Command" else self._table(item, value) for value in values]
+            builder.StartVector(4, len(offsets), 4)
+            for offset in reversed(offsets):
+                builder.PrependUOffsetTRelative(offset)
+            return int(builder.EndVector())
+        if item == "ubyte" or item in ENUMS:
+            return int(builder.CreateByteVector(bytes(values)))
+        layout = STRUCTS.get(item) or NUMBERS[item]
+        builder.StartVector(layout.size, len(values), 8)
+        self._put(b"".join([layout.pack(*_numbers(item, value)) for value in values]))
+        return int(builder.EndVector())
+
+    def _command(self, command: Command) -> int:
+        name = type(command).__name__
+        return self._table("Command", (schema.ACTIONS.index(name) + 1, self._table(name, command)))
+
+    def _put(self, data: bytes) -> None:
+        """Write bytes for which there is room."""
+        head = self._builder.head = self._builder.head - len(data)
+        self._builder.Bytes[head : head + len(data)] = data
+
+
+def _value(record: Any, field: Field) -> Any:
+    """Return the value of a field of a record."""
+    # The absence of an entry means the program's name.
+    if field.name == "entry" and record.entry == record.name:
+        return field.default
+    return getattr(record, field.name, field.default)
+
+
+def _numbers(kind: str, value: Any) -> tuple[float, ...]:
+    """Return the numbers of a struct, in the order of the schema, or of a number."""
+    match kind:
+        case "SchemaVersion":
+            return schema.MAJOR, schema.MINOR
+        case "Segment":
+            return 0, 0
+        case "Pointer":
+            return value.offset, value.index, value.region
+        case "Relocation":
+            return (*_numbers("Pointer", value.pointer), value.param_offset)
+        case "Access":
+            return (*_numbers("Pointer", value.pointer), value.nbytes)
+    return (value,) if kind in NUMBERS else value
