@@ -140,6 +140,7 @@ def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
         precision="fp16",
         print_passes=True,
         refittable=True,
+        reproducible=True,
         max_error=1e-3,
         streams="auto",
         memory_limit=None,
