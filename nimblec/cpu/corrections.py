@@ -21,12 +21,11 @@ from onnx import (
     helper,
     inliner,
     numpy_helper,
-    shape_inference,
 )
 from onnx.external_data_helper import uses_external_data
 
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes
+from nimblec.frontend.onnx import model_nodes, model_shapes
 from nimblert.cpu.onnx_session import onnxruntime
 
 _RIGHT_ATTENTION = (1, 32)
@@ -48,7 +47,7 @@ def correct(model: ModelProto) -> None:
         return
     if any(_reads(function) for function in model.functions):
         model.CopyFrom(inliner.inline_local_functions(model))
-    inferred = shape_inference.infer_shapes(model, data_prop=True)
+    inferred = model_shapes.infer_shapes(model)
     _correct_graph(model, model.graph, inferred.graph, _Scope(types={}, constants={}))
 
 
@@ -64,9 +63,9 @@ class _Scope:
     types: Mapping[str, TypeProto]
     constants: Mapping[str, TensorProto]
 
-    def inside(self, graph: GraphProto) -> "_Scope":
-        """Return the scope of a graph whose shapes are inferred."""
-        values = (*graph.input, *graph.output, *graph.value_info)
+    def inside(self, graph: GraphProto, inferred: GraphProto) -> "_Scope":
+        """Return the scope of a graph; ``inferred`` is the same graph with the types of its values."""
+        values = (*inferred.input, *inferred.output, *inferred.value_info)
         held = {tensor.name: tensor for tensor in graph.initializer}
         made = {node.output[0]: a.t for node in graph.node if node.op_type == "Constant" for a in node.attribute}
         fixed = {n: helper.make_tensor_type_proto(t.data_type, tuple(t.dims)) for n, t in {**held, **made}.items()}
@@ -90,7 +89,7 @@ class _Scope:
 
 def _correct_graph(model: ModelProto, graph: GraphProto, inferred: GraphProto, around: _Scope) -> None:
     """Correct a graph and its nodes' bodies; ``inferred`` is the same graph with the types of its values."""
-    scope = around.inside(inferred)
+    scope = around.inside(graph, inferred)
     for node, typed in zip(graph.node, inferred.node, strict=True):
         correction = _CORRECTIONS.get(model_nodes.operator_name(node))
         if correction is not None:

@@ -18,7 +18,7 @@ from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import SHAPE_ARITHMETIC, OptimizedModel
 from nimblec.cpu.ort_worker import Feed, RefusedError
 from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes
+from nimblec.frontend.onnx import model_nodes, model_shapes
 from nimblec.frontend.onnx.model_file import ModelTensor
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.extents import MAX_RANK
@@ -28,9 +28,6 @@ SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress"
 """Operators whose output sizes depend on values by definition."""
 
 _MOST_NBYTES = 1 << 47
-
-_READ_BY_INFERENCE = 64
-"""Shape inference reads constants (shapes, axes) of at most this many elements."""
 
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
@@ -89,12 +86,7 @@ def _is_known(shape: Sequence[object]) -> bool:
 
 def _scalars(model: ModelProto) -> set[str]:
     """The values that ONNX's own shape inference finds to have no dimensions."""
-    bare = ModelProto()
-    bare.CopyFrom(model)
-    for tensor in bare.graph.initializer:
-        if prod(tensor.dims) > _READ_BY_INFERENCE:
-            tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
-    inferred = onnx.shape_inference.infer_shapes(bare, data_prop=True)
+    inferred = model_shapes.infer_shapes(model)
     values = (*inferred.graph.value_info, *inferred.graph.output)
     tensors = {value.name: value.type.tensor_type for value in values}
     return {name for name, tensor in tensors.items() if tensor.HasField("shape") and not tensor.shape.dim}

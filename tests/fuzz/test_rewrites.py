@@ -27,6 +27,57 @@ def test_pattern_is_valid(pattern: str) -> None:
     assert valid >= 4
 
 
+PROVOKED = {
+    "attention": {"ReshapeFusion", "MatMulAddFusion", "MatMulScaleFusion"},
+    "branches": {"GeluFusionL1", "GeluFusionL2"},
+    "casts": {"CastElimination", "CastFloat16Transformer", "RemoveDuplicateCastTransformer"},
+    "clipped_pairs": {"ClipQuantRewrite", "QDQS8ToU8Transformer", "ReluQuantRewrite"},
+    "computed_shapes": {"ConstantFolding"},
+    "conditions": {"NotWhereFusion"},
+    "constants": {"PreShapeNodeElimination"},
+    "convolution": {"ConvActivationFusion", "ConvAddFusion", "ConvBNFusion", "ConvMulFusion", "Pad_Fusion"},
+    "double_pairs": {"DoubleQDQPairsRemover"},
+    "dropouts": {"EliminateDropout", "EliminateIdentity"},
+    "embed_layer_norm": {"LayerNormFusionL2", "SkipLayerNormFusion"},
+    "expansions": {"ExpandElimination"},
+    "fast_gelu": {"FastGeluFusion"},
+    "focus": {"CommonSubexpressionElimination", "ConstantSharing", "NchwcTransformer"},
+    "gathers": {"GatherSliceToSplitFusion"},
+    "gemm": {"FuseReluClip", "GemmActivationFusion", "GemmSumFusion", "GemmTransposeFusion"},
+    "identities": {"NoopElimination"},
+    "integer_products": {"DynamicQuantizeMatMulFusion", "MatMulIntegerToFloatFusion"},
+    "labels": {"LabelEncoderFusion"},
+    "layer_norm": {"DivMulFusion"},
+    "matmul_norm": {"MatMul_BatchNormalization_Fusion"},
+    "matmul_transpose": {"MatmulTransposeFusion"},
+    "moved_pairs": {"QDQPropagationTransformer", "QDQSelectorActionTransformer"},
+    "qdq_binary": {"EnsureUniqueDQForNodeUnit"},
+    "qdq_product": {"NhwcTransformer", "WeightBiasQuantization"},
+    "quick_gelu": {"QuickGeluFusion"},
+    "repeated": {"FuseFp16InitializerToFp32NodeTransformer"},
+    "rms_norm": {"SimplifiedLayerNormFusion"},
+    "skip_layer_norm": {"LayerNormFusionL1"},
+    "slices": {"EliminateSlice"},
+    "transposes": {"TransposeOptimizer"},
+}
+"""Patterns, and rewrites that several of their first 40 models provoke on every supported ONNX Runtime."""
+
+
+@pytest.mark.parametrize("pattern", PROVOKED)
+def test_pattern_provokes_rewrites(pattern: str) -> None:
+    """A pattern that no longer fits a rewrite would leave it untested."""
+    missing = set(PROVOKED[pattern])
+    for number in range(40):
+        try:
+            model = draw_model(Random(number), pattern)  # noqa: S311 - reproducible
+            missing -= sessions.modified(model) if rewrites.reference(model) else set()
+        except Exception:  # noqa: BLE001, S112 - some draws are invalid, and ONNX Runtime refuses some of its rewrites
+            continue
+        if not missing:
+            return
+    pytest.fail(f"no model of {pattern} provokes {sorted(missing)}")
+
+
 def test_case_follows_from_seed_and_number() -> None:
     first, again, other = (rewrites.draw_case(seed, 3).SerializeToString() for seed in (1, 1, 2))
     assert first == again != other

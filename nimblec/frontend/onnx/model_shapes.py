@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from shlex import quote
 from typing import TypeVar
 
-from onnx import ModelProto, TensorShapeProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, TensorShapeProto, ValueInfoProto, shape_inference
 
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file
@@ -16,6 +17,9 @@ from nimblert.plan import Profile
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
 """The text of exporters for a dimension without a name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
+
+_READ_BY_INFERENCE = 64
+"""Shape inference reads constants (shapes, axes) of at most this many elements."""
 
 
 def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
@@ -46,6 +50,19 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
     del fixed.graph.input[:]
     fixed.graph.input.extend(graph_inputs)
     return fixed
+
+
+def infer_shapes(model: ModelProto) -> ModelProto:
+    """Return a copy of ``model`` with the types that ONNX infers. Its large constants have no data.
+
+    ONNX copies the data of constants several times: 10 s for 500 MB.
+    """
+    bare = ModelProto()
+    bare.CopyFrom(model)
+    for tensor in bare.graph.initializer:
+        if prod(tensor.dims) > _READ_BY_INFERENCE:
+            tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    return shape_inference.infer_shapes(bare, data_prop=True)
 
 
 def name_dimensions(model: ModelProto, inputs: Sequence[NamedInput]) -> None:
