@@ -33,9 +33,9 @@ from bench.tables import header, mib, number, row
 from nimblec.difference import difference
 from nimblert import golden
 from nimblert.arena import Arena
+from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
 from nimblert.executable import Executable, load
-from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 NETWORKS = (
@@ -100,7 +100,7 @@ class Together:
     def __init__(self, paths: Mapping[str, Path], *, shared: bool) -> None:
         self._paths = paths
         self._shared = shared
-        self._look = partial(used, container.read(next(iter(paths.values()))))
+        self._look = partial(used, read_plan(next(iter(paths.values()))))
 
     def measured(self) -> tuple[dict[str, Any], dict[str, list[dict[str, np.ndarray]]]]:
         """The bytes taken, in total and by plan, and the outputs of each plan's runs."""
@@ -131,7 +131,7 @@ def _run(model: Executable) -> dict[str, np.ndarray]:
 
 def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
     """The memory of all plans with arenas of their own, and on one."""
-    parsed = {name: container.read(path) for name, path in paths.items()}
+    parsed = {name: read_plan(path) for name, path in paths.items()}
     with ExitStack() as opened:
         before = _gpu_nbytes()
         if any(plan.target is Target.CUDA for plan in parsed.values()):

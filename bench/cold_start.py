@@ -17,7 +17,7 @@ import numpy as np
 from bench import environment
 from nimblec.compiler import compile_model
 from nimblec.options import Options
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "cold_start.json"
 _REPEATS = 7
@@ -54,7 +54,7 @@ def measure(spec: str, folder: Path) -> dict[str, Any]:
     path, array = folder / "model.plan", folder / "x.npy"
     options = Options(target="cuda", level=0, plan_cache=None)
     made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    plan = container.read(path)
+    plan = read_plan(path)
     (tensor,) = plan.programs[0].inputs
     np.save(array, np.random.default_rng(0).standard_normal(tensor.shape, np.float32).astype(tensor.dtype))
     lean = [_run(_LEAN, str(path), str(array)) for _ in range(_REPEATS + 1)][1:]

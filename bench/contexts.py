@@ -35,8 +35,8 @@ from bench.compiling import plan_of
 from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblec.measure import measure, taking_turns
 from nimblert import golden
+from nimblert.check.reading import read_plan
 from nimblert.context import Context
-from nimblert.files import container
 
 INPUTS = 8
 WARM_UP_S = 1.0
@@ -75,7 +75,7 @@ class Watch:
     """Samples memory every second while the block runs."""
 
     def __init__(self, plan: Path, device: int) -> None:
-        self._sample = partial(held, container.read(plan), device)
+        self._sample = partial(held, read_plan(plan), device)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self.looks: list[Held] = []

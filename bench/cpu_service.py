@@ -84,13 +84,13 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
     """Growth of this process by ``count`` plans or sessions that are loaded and run once."""
     from nimblert import golden, load
+    from nimblert.check.reading import read_plan
     from nimblert.cpu import backend as cpu
     from nimblert.cpu.onnx_session import onnxruntime
-    from nimblert.files import container
 
     assert onnxruntime()
     assert cpu  # imported before, like ONNX Runtime: their code does not count
-    inputs = golden.draw_inputs(container.read(plan).programs[0], 0)
+    inputs = golden.draw_inputs(read_plan(plan).programs[0], 0)
     gc.collect()
     before = _resident_kib()
     kept: list[object] = []

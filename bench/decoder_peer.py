@@ -29,8 +29,8 @@ from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.inspect.state_uses import state_uses
 from nimblec.options import Options
+from nimblert.check.reading import read_plan
 from nimblert.executable import load
-from nimblert.files import container
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region
 
 LEVELS = ("O0", "O1", "O2")
@@ -139,7 +139,7 @@ def plan_figures(
     )
     path, begin = folder / "decoder.plan", time.perf_counter()
     made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    plan = container.read(path)
+    plan = read_plan(path)
     figures = {"prepare_s": time.perf_counter() - begin, "notes": made.notes, **of_plan(plan)}
     executable = load(plan)
 

@@ -16,7 +16,7 @@ from typing import Any
 from bench import environment
 from bench.turns import Job, Place, Result, take_turns
 from nimblec import processes
-from nimblert.files.replacing import replacing
+from nimblert.plan.files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import critical_path, limited, maximal, serial
+from nimblert.check.hazards import hazards
 from nimblert.cuda.edges import edges
-from nimblert.ordering.hazards import hazards
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "schedule_scaling.json"
 PLANNING = ("dependencies", "streams", "memory")

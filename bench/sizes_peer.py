@@ -34,9 +34,9 @@ from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.options import read_options, read_sizes
+from nimblert.check.reading import read_plan
 from nimblert.errors import InputError
 from nimblert.executable import Executable, load
-from nimblert.files import container
 from nimblert.plan import Plan, Target
 
 _SEED = 0
@@ -98,7 +98,7 @@ def _times(plan: Path) -> dict[str, int]:
 
 def described(path: Path) -> dict[str, int]:
     """The bytes of a plan's file, weights, code and arena."""
-    plan = container.read(path)
+    plan = read_plan(path)
     return {
         "file_nbytes": path.stat().st_size,
         "weights_nbytes": plan.weights_nbytes,
@@ -124,7 +124,7 @@ class Sizes:
         self._sizes = sizes
         self._path = path(sizes)
         self._opened = opened
-        self.plan: Plan = container.read(self._path)
+        self.plan: Plan = read_plan(self._path)
         self._whole = opened.enter_context(load(self._path, warm=True))
         self._static = {size: opened.enter_context(load(path((size,)))) for size in sizes}
 

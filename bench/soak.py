@@ -19,8 +19,8 @@ import nimblert
 from bench import environment
 from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblert import golden
+from nimblert.check.reading import read_plan
 from nimblert.executable import Executable
-from nimblert.files import container
 
 INPUTS = 8
 SAMPLES = 100
@@ -58,7 +58,7 @@ def replayed(model: Executable, count: int) -> Callable[[int], bool]:
 
 def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
     """Run the main entry ``count`` times; returns the changes."""
-    parsed = container.read(plan)
+    parsed = read_plan(plan)
     looks: list[Held] = []
     wrong = 0
     with nimblert.load(plan) as model:

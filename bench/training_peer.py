@@ -35,8 +35,8 @@ from bench.turns import Turn, add_turns
 from nimblec.compiler import compile_model
 from nimblec.frontend.pytorch.training.state import autocasting
 from nimblec.options import Options
+from nimblert.check.reading import read_plan
 from nimblert.executable import load
-from nimblert.files import container
 from nimblert.plan import Plan
 
 LEVELS = ("O0", "O1", "O2")
@@ -163,7 +163,7 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
 
 def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
     """The growth of the device's memory by a loaded plan that has taken a step; empty for the CPU target."""
-    plan = container.read(path)
+    plan = read_plan(path)
     before = held(plan)
     with load(plan) as loaded:
         loaded(*batch, entry="train")

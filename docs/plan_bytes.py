@@ -9,8 +9,7 @@ from struct import Struct, unpack_from
 from typing import Any, TypeAlias
 
 from nimblec.plan import encoder
-from nimblert.files import schema
-from nimblert.plan import Plan, Target
+from nimblert.plan import Plan, Target, schema
 
 SCHEMA = Path(__file__).parent.parent / "schema" / "plan.fbs"
 

@@ -10,10 +10,10 @@ import onnx
 from plan_bytes import Lines
 
 from nimblec.cpu import capture
+from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import NimbleError
 from nimblert.executable import load
-from nimblert.files import container
 from nimblert.plan import Device
 
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -30,10 +30,10 @@ def refused(path: Path, folder: Path) -> Lines:
     content = bytearray(path.read_bytes())
     content[5000] ^= 1
     damaged.write_bytes(content)
-    yield from _refusal("one bit changed", lambda: container.read(damaged))
+    yield from _refusal("one bit changed", lambda: read_plan(damaged))
     damaged.write_bytes(path.read_bytes()[:-100])
-    yield from _refusal("100 bytes cut off", lambda: container.read(damaged))
-    yield from _refusal("an ONNX file for a plan", lambda: container.read(MODEL))
+    yield from _refusal("100 bytes cut off", lambda: read_plan(damaged))
+    yield from _refusal("an ONNX file for a plan", lambda: read_plan(MODEL))
     with load(path) as executable:
         image = np.load(SAMPLES / "digit_7.npy")
         yield from _refusal("a wrong dtype", lambda: executable(image.astype(np.float64)))

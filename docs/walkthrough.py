@@ -34,11 +34,11 @@ from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblec.verify import verification
 from nimblert import golden
-from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.check.reading import parse_plan
+from nimblert.cpu.backend import CpuLoaded
 from nimblert.cpu.host_memory import HostMemory
 from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime, session_options
 from nimblert.executable import load
-from nimblert.files import container
 from nimblert.plan import (
     Device,
     Launch,
@@ -46,6 +46,7 @@ from nimblert.plan import (
     Pointer,
     Region,
     Target,
+    container,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -129,10 +130,10 @@ def loaded(plan: Plan) -> Lines:
     yield f"arena: {program.arena_nbytes:,} bytes"
     yield from (f"input[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.input_nbytes))
     yield from (f"output[{i}]: {nbytes} bytes" for i, nbytes in enumerate(program.output_nbytes))
-    resident = CpuResident(plan)
-    with closing(CpuBackend(plan, program, resident=resident)):
+    loaded = CpuLoaded(plan)
+    with closing(loaded.backend(program, loaded.working())):
         launches = sum(isinstance(command, Launch) for command in program.commands)
-        yield f"sessions: {len(resident.sessions)} for {launches} launches"
+        yield f"sessions: {len(loaded.sessions)} for {launches} launches"
 
 
 def runs(plan: Plan, path: Path) -> Lines:
@@ -187,7 +188,7 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
     yield "trailer", plan_bytes.trailer(image)
     if shutil.which("flatc"):
         yield "flatc", plan_bytes.flatc(path, folder)
-    yield "load", loaded(container.parse(image, path))
+    yield "load", loaded(parse_plan(image, path))
     yield "run", runs(plan, path)
     yield "verify", verified(path)
     yield "refusals", refusals.refused(path, folder)

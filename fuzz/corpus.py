@@ -13,10 +13,10 @@ from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from nimblert import golden
 from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.check.reading import parse_plan
 from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
-from nimblert.files import container
-from nimblert.plan import Program, Target
+from nimblert.plan import Program, Target, container
 
 RUN_CPU_S = 5.0
 """CPU time after which a run is interrupted: a plan's own loop may be endless, but an interrupt must end it."""
@@ -33,7 +33,7 @@ def judge(file: bytes) -> str:
     image = memoryview(file)
     try:
         container.check_frame(image, "file")
-        plan = container.parse(image, "file")
+        plan = parse_plan(image, "file")
         threads = 2 if plan.target is Target.CPU else None  # more would spin on busy cores
         executable = load(plan, poison=True, threads=threads)
         try:

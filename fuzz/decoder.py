@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 
 from fuzz.campaign import Fuzzer, main
+from nimblert.check.hazards import hazards
+from nimblert.check.reading import parse_plan
 from nimblert.errors import PlanError
-from nimblert.files import container, schema
-from nimblert.ordering.hazards import hazards
+from nimblert.plan import container, schema
 
 _CORPUS = Path(__file__).parent / "corpus"
 _INTERESTING = (0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536)
@@ -59,7 +60,7 @@ def judge(file: bytes) -> str:
     """Read the plan and check its hazards, which may raise nothing but PlanError."""
     try:
         container.check_frame(memoryview(file), "file")
-        plan = container.parse(memoryview(file), "file")
+        plan = parse_plan(memoryview(file), "file")
     except PlanError:
         return "refused"
     for program in plan.programs:

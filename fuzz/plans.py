@@ -13,8 +13,8 @@ from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge
 from nimblec.plan import encoder
+from nimblert.check.reading import parse_plan
 from nimblert.errors import PlanFormatError
-from nimblert.files import container
 from nimblert.plan import ITEM_NBYTES, Launch, Plan
 
 _CORPUS = Path(__file__).parent / "corpus"
@@ -25,7 +25,7 @@ _UNTOUCHED = ("producer", "versions", "golden", "schedule")
 @cache
 def _sources() -> tuple[Plan, ...]:
     files = {path: path.read_bytes() for path in sorted(_CORPUS.glob("seed-*.plan"))}
-    return tuple(container.parse(memoryview(data), str(path)) for path, data in files.items())
+    return tuple(parse_plan(memoryview(data), str(path)) for path, data in files.items())
 
 
 def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:

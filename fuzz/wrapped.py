@@ -8,8 +8,8 @@ from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueIn
 from nimblec.cpu.constants import TensorType, external
 from nimblec.frontend.onnx import model_file
 from nimblert.arrays import layouts
+from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.cpu.onnx_session import nchwc_block_size
-from nimblert.embedded.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.plan import (
     Access,
     Device,

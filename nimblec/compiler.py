@@ -13,12 +13,11 @@ from nimblec.find_source import find_source
 from nimblec.options import Options, TargetChoice
 from nimblec.source import Source
 from nimblec.stages import Observer, Stopwatch, stage
+from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
-from nimblert.errors import CudaError, DeviceMismatchError, raised_by_handler
-from nimblert.files import container
-from nimblert.files.replacing import destination
-from nimblert.files.scratch import scratch_folder
+from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target
+from nimblert.plan.files import destination, scratch_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ def compile_model(
             raise missing_package(exc) or exc from exc
         if output is not None:
             written.replace(destination(output))
-        plan = container.read(output or written)  # the mapping outlives the temporary file
+        plan = read_plan(output or written)  # the mapping outlives the temporary file
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
@@ -137,7 +136,5 @@ def _folder(output: Path | None) -> Iterator[Path]:
         try:
             folder = stack.enter_context(scratch_folder(parent))
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             raise CompileError(f"{output}: nothing can be written in {parent}: {exc.strerror}") from exc
         yield folder

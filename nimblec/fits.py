@@ -17,13 +17,13 @@ import numpy as np
 from nimblec.difference import difference, numbers
 from nimblec.errors import CompileError
 from nimblert import golden
-from nimblert.arrays import padding
+from nimblert.arrays import layouts
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.dimensions import Axes
+from nimblert.check.state_rules import writes_state
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program, Target
-from nimblert.rules.state_rules import writes_state
+from nimblert.plan.dimensions import Axes
 
 _SEED = 0
 _TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}
@@ -363,7 +363,7 @@ class _Trial:
 
     def _filled(self, program: Program) -> dict[str, np.ndarray]:
         drawn = self._drawn(program, _SEED)
-        return {tensor.name: np.full_like(drawn[tensor.name], padding.filling(tensor)) for tensor in program.inputs}
+        return {tensor.name: np.full_like(drawn[tensor.name], layouts.filling(tensor)) for tensor in program.inputs}
 
     def _garbage(self, program: Program) -> Iterator[dict[str, np.ndarray]]:
         """Other inputs of usual size, and large ones, unless the program refuses them: floats may become indices."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO
 
 from nimblert.cuda.driver import call
-from nimblert.errors import raised_by_handler
 
 _PAUSE_S = 0.002
 _PAUSES = 5000  # ten seconds, not counting time in which this process is stopped itself
@@ -81,9 +80,7 @@ def locked(path: Path, pauses: int = _PAUSES) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, turnstile = path.open("wb"), path.with_name(f"{path.name}.next").open("wb")
-    except OSError as exc:
-        if raised_by_handler(exc):
-            raise
+    except OSError:
         yield
         return
     with file:
@@ -100,9 +97,7 @@ def lock(file: IO[bytes] | int, pauses: int = _PAUSES) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_PAUSE_S)
-        except OSError as exc:
-            if raised_by_handler(exc):
-                raise
+        except OSError:
             return  # the file system has no locks
         else:
             return

@@ -38,7 +38,7 @@ class LeanProcess:
         """For a plan of this ``target``; one for the CPU computes with ``threads`` threads if they are given."""
         wanted = [] if threads is None else [str(threads)]
         self._process = subprocess.Popen(
-            module_command("nimblert.check", target.name.lower(), *wanted),
+            module_command("nimblert.replay", target.name.lower(), *wanted),
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from nimblec.errors import ArgumentError
-from nimblert.timing import CommandTime
+from nimblert.telemetry import CommandTime
 
 T = TypeVar("T")
 

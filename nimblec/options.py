@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from nimblec.errors import ArgumentError, CompileError
-from nimblert.limits import is_integer
 from nimblert.plan import ITEM_NBYTES, Profile
+from nimblert.plan.limits import is_integer
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 

@@ -13,8 +13,8 @@ from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Part, 
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
+from nimblert.check import verify
 from nimblert.plan import Device, Kernel, Module, Parameter, Region, Target
-from nimblert.rules import verify
 
 PROVENANCE = Provenance(target=Target.CUDA, device=Device(name="cpu"), versions=())
 

@@ -29,7 +29,7 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
 from nimblec.source import Source
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Device, Plan, Target
 
 
@@ -203,7 +203,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_batch_chooses_the_profile(batches: Path) -> None:
-    plan = container.read(batches.with_suffix(".plan"))
+    plan = read_plan(batches.with_suffix(".plan"))
     assert [p.name for p in plan.programs] == ["main[batch=1]", "main[batch=3]"]
     assert [w.name for w in plan.weights] == ["w"]
     with nimblert.load(plan) as model:

@@ -48,7 +48,7 @@ def test_the_users_python_path_still_counts(trap: Path, tmp_path: Path, monkeypa
     (named / "asked_for.py").write_text("")
     (trap / "lying_around.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{named}")
-    command = [*module_command("nimblert.check", "cpu")[:2], "-c", "import asked_for, nimblert; import lying_around"]
+    command = [*module_command("nimblert.replay", "cpu")[:2], "-c", "import asked_for, nimblert; import lying_around"]
     done = subprocess.run(command, cwd=trap, env=environment(), capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'lying_around'"
 

@@ -48,10 +48,11 @@ import json, sys
 import numpy as np
 import memory_use
 import nimblert
-from nimblert.files import container
+from nimblert.plan import container
+from nimblert.check.reading import read_plan
 
 uses = [memory_use.current()]
-plan = container.read(sys.argv[1])
+plan = read_plan(sys.argv[1])
 uses.append(memory_use.current())
 with nimblert.load(plan) as model:
     uses.append(memory_use.current())

@@ -11,7 +11,7 @@ from nimblec.errors import CompileError
 from nimblec.ir import BUSY, Graph, Op
 from nimblec.planning import Measured, choose_schedule, make_plan
 from nimblec.verify.certificate import problems
-from nimblert.ordering.hazards import hazards
+from nimblert.check.hazards import hazards
 from nimblert.plan import Device, Kernel, Launch, Parameter, ParameterKind, Plan, Target
 
 PROVENANCE = Provenance(target=Target.CUDA, device=Device(name="x", compute_capability=(9, 0)), versions=())

@@ -25,10 +25,9 @@ from nimblec.ir import BUSY
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
-from nimblert.errors import NimbleError, raised_by_handler
-from nimblert.files.replacing import replacing
-from nimblert.files.scratch import scratch_folder
+from nimblert.errors import NimbleError
 from nimblert.plan import Target
+from nimblert.plan.files import replacing, scratch_folder
 
 LIMIT_NBYTES = 5 * 10**9
 """The most bytes that the plans of a folder take."""
@@ -120,8 +119,6 @@ class PlanCache:
             ownership.make_folder(self._folder)
             found = ownership.problem(self._folder)
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             found = exc.strerror
         return found and f"plan cache {self._folder}: not used: {found}; --no-plan-cache leaves it out"
 
@@ -141,8 +138,6 @@ class PlanCache:
         except (FileNotFoundError, NimbleError):  # the compiler will report what cannot be written
             return None, None
         except (OSError, ValueError) as exc:
-            if raised_by_handler(exc):
-                raise
             return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
         with suppress(OSError):  # of a folder that can only be read
             os.utime(kept)
@@ -164,8 +159,6 @@ class PlanCache:
                 said.replace(self._folder / f"{key}.json")
             self._make_room()
         except (OSError, NimbleError) as exc:
-            if raised_by_handler(exc):
-                raise
             return f"not kept in the plan cache {self._folder}: {getattr(exc, 'strerror', None) or exc}"
         return None
 

@@ -22,7 +22,6 @@ from nimblec.machine import processor
 from nimblec.options import Options
 from nimblec.source import Source
 from nimblert.cuda import driver
-from nimblert.errors import raised_by_handler
 from nimblert.plan import Target
 
 _ARRAYS = ("constants", "examples")
@@ -94,9 +93,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
             "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
-    except (CompileError, OSError, UnicodeDecodeError, MemoryError) as exc:
-        if raised_by_handler(exc):
-            raise
+    except (CompileError, OSError, UnicodeDecodeError, MemoryError):
         return None
     return PlanKey(digest=_digest(parts), files=found) if now == first else None
 

@@ -18,9 +18,9 @@ from statistics import median_low
 from nimblec.cache import ownership
 from nimblec.gpu_turn import lock
 from nimblec.planning import Measured, Timer
-from nimblert.errors import NimbleError, raised_by_handler
-from nimblert.files.replacing import destination, replacing
+from nimblert.errors import NimbleError
 from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
+from nimblert.plan.files import destination, replacing
 
 _LONGEST_NS = 24 * 3600 * 10**9
 """No command takes a day."""
@@ -69,8 +69,6 @@ class TimingCache:
                         file.write(json.dumps(self._new | known, sort_keys=True).encode())
                         os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & ~0o022)
         except (NimbleError, OSError) as exc:
-            if raised_by_handler(exc):
-                raise
             reason = getattr(exc, "strerror", None) or str(exc).removeprefix(f"{self._path}: ")
             self._note(f"not kept, and will be measured again: {reason}")
 
@@ -91,8 +89,6 @@ class TimingCache:
         except FileNotFoundError:
             return {}
         except OSError as exc:
-            if raised_by_handler(exc):
-                raise
             self._note(f"cannot be read: {exc.strerror}")
             return {}
         except (ValueError, RecursionError):

@@ -23,8 +23,8 @@ from nimblec.options import (
 )
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import InputError
-from nimblert.files.replacing import replacing
 from nimblert.plan import ITEM_NBYTES, Tensor
+from nimblert.plan.files import replacing
 
 T = TypeVar("T")
 

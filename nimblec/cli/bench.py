@@ -16,7 +16,7 @@ from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
 from nimblert.executable import Executable, load
-from nimblert.timing import CommandTime
+from nimblert.telemetry import CommandTime
 
 LONGEST_S = 86_400
 MOST_THREADS = 256

@@ -14,7 +14,7 @@ from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
 from nimblec.cli.progress import StageProgress
 from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
-from nimblert.files import schema
+from nimblert.plan import schema
 
 
 @click.command("compile", cls=Command)

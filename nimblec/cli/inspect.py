@@ -9,8 +9,8 @@ from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import dot, inspection, trace
-from nimblert.files import container
-from nimblert.files.replacing import replacing
+from nimblert.check.reading import read_plan
+from nimblert.plan.files import replacing
 
 
 @click.command("inspect", cls=Command, short_help="Show what PLAN holds.")
@@ -49,7 +49,7 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
         raise click.UsageError("PLAN and the files to write must be different files.")
-    opened = container.read(plan)
+    opened = read_plan(plan)
     if as_json:
         facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
         echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))

@@ -9,9 +9,9 @@ import numpy as np
 from nimblec.cli import arguments
 from nimblert import golden
 from nimblert.calls.entries import Entry
-from nimblert.dimensions import Axes
 from nimblert.errors import InputError
 from nimblert.plan import Program
+from nimblert.plan.dimensions import Axes
 
 entry_option = click.option(
     "--entry",

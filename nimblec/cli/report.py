@@ -15,7 +15,7 @@ from nimblec.cli.console import printable
 from nimblec.inspect.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
 from nimblec.measure import Measurement
 from nimblert.plan import Plan
-from nimblert.timing import CommandTime
+from nimblert.telemetry import CommandTime
 
 ROWS = 20
 """Rows of a table before "and N more"."""

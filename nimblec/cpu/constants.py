@@ -19,7 +19,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from nimblec.frontend.onnx import model_file
 from nimblec.frontend.onnx.external_data import external_tensors, read_tensor
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.embedded.onnx_rules import EXTERNAL_FILE
+from nimblert.check.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
 
 _EMBEDDED_NBYTES = 64

@@ -24,12 +24,12 @@ from onnx import (
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
 from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_file, model_nodes
+from nimblert.check import onnx_rules
+from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
+from nimblert.check.protobuf import Budget
 from nimblert.cpu.onnx_session import nchwc_block_size
-from nimblert.embedded import onnx_rules
-from nimblert.embedded.onnx_rules import NCHWC_DOMAIN, ORIGIN
-from nimblert.embedded.protobuf import Budget
-from nimblert.limits import DEFAULT_LIMITS
 from nimblert.plan import Kernel, Module, Parameter, ParameterKind
+from nimblert.plan.limits import DEFAULT_LIMITS
 
 _POINTER_NBYTES = 8
 

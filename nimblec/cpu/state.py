@@ -15,7 +15,7 @@ from nimblec.cpu.constants import TensorType
 from nimblec.frontend.model_state import ModelState
 from nimblec.frontend.onnx import model_nodes
 from nimblec.graph.topological_order import topological_order
-from nimblert.embedded import in_place
+from nimblert.check import in_place
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
 """Operators that change a part of a tensor; out of place they copy all of it."""

@@ -11,7 +11,7 @@ import numpy as np
 from nimblec.machine import processor_count
 from nimblec.planning import Measured
 from nimblert import golden
-from nimblert.cpu.backend import CpuBackend
+from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.plan import Plan
 
@@ -110,7 +110,7 @@ class _Loaded:
 def _loaded(plan: Plan, *, singly: bool = False) -> Iterator[_Loaded]:
     program = plan.programs[0]
     working = HostWorking(plan)
-    backend = CpuBackend(plan, program, working=working, singly=singly)
+    backend = CpuBackend(CpuLoaded(plan), program, working, singly=singly)
     try:
         drawn = golden.draw_inputs(program, 0)
         for tensor, view in zip(program.inputs, backend.inputs, strict=True):

@@ -21,7 +21,7 @@ from nimblec.errors import UnsupportedModelError
 from nimblec.frontend.onnx import model_nodes, model_shapes
 from nimblec.frontend.onnx.model_file import ModelTensor
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.extents import MAX_RANK
+from nimblert.check.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})

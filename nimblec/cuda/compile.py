@@ -22,7 +22,7 @@ from nimblec.processes import environment, module_command
 from nimblec.source import Source
 from nimblec.stages import Observer, stage
 from nimblert.errors import NimbleError
-from nimblert.files.scratch import scratch_folder
+from nimblert.plan.files import scratch_folder
 
 
 def compile_cuda(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ are compared in task order.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from nimblec.ir import BufferKind, Graph, Layout, Part
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden
-from nimblert.cuda.backend import CudaBackend
+from nimblert.cuda.backend import CudaLoaded
 from nimblert.cuda.driver import call
 from nimblert.plan import Device, Golden, Pointer, Region, Target
 
@@ -40,8 +41,9 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
     provenance = Provenance(target=Target.CUDA, device=device, versions=())
     plan = assemble([Part(graph=graph, schedule=serial(dependencies(graph)), memory=layout)], provenance)
     program = plan.programs[0]
-    backend = CudaBackend(plan, program, poison=True)
-    try:
+    with closing(CudaLoaded(plan, 0)) as loaded, closing(loaded.working(poison=True)) as working, closing(
+        loaded.backend(program, working, poison=True)
+    ) as backend:
         for tensor, view in zip(program.inputs, backend.inputs, strict=True):
             np.copyto(view, inputs[tensor.name])
         backend.run()
@@ -54,8 +56,6 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
                 where = f" in {op.source}" if op.source else ""
                 count = int(np.count_nonzero(captured != found))
                 return f"the first op whose result differs is {op.name}{where} (task {task}, {count} of {nbytes} bytes)"
-    finally:
-        backend.close()
     return "each kernel alone computes what the framework's did: the order or the memory layout is wrong"
 
 

@@ -1,6 +1,6 @@
 """Measure plans on this GPU, in the process that captured them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -12,8 +12,9 @@ from nimblec.planning import Measured
 from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, bindings, call
-from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights, place_working
-from nimblert.plan import Plan, Program
+from nimblert.cuda.memory import Bases, DeviceMemory, Staging, allocate
+from nimblert.cuda.uploader import Uploader, upload_region
+from nimblert.plan import Plan, Program, Region, Weight
 
 _REPEATS = 15
 _EMPTY_INTERVALS = 16
@@ -110,14 +111,22 @@ class CudaTimer:
         if self._weights is None:
             self._modules = plan.modules
             self._functions = graph.load_functions(self._context, plan.modules, plan.kernels)
-            self._weights = place_weights(self._context, plan)
+            self._uploader = Uploader(self._context)
+            self._weights = self._place(self._context, Region.WEIGHTS, plan.weights_nbytes, plan.weights)
         scope = Context()
         try:
-            memory = DeviceMemory(scope, program, {**self._weights, **place_working(scope, plan)})
+            state = self._place(scope, Region.STATE, plan.state_nbytes, plan.state)
+            arena = {(Region.ARENA, 0): allocate(scope, plan.arena_nbytes)}
+            memory = DeviceMemory(scope, program, {**self._weights, **arena, **state})
             self._fill_inputs(scope, program, memory)
             yield scope, memory
         finally:
             scope.close()
+
+    def _place(self, scope: Context, region: Region, nbytes: int, contents: Iterable[Weight]) -> Bases:
+        address = allocate(scope, nbytes)
+        upload_region(self._uploader, address, contents)
+        return {(region, 0): address}
 
     def _fill_inputs(self, scope: Context, program: Program, memory: DeviceMemory) -> None:
         staging = Staging(scope, program.inputs, memory)

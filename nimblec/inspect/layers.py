@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nimblec.places import LOSS, Phase, Place, places
-from nimblert.ordering.pieces import writes
 from nimblert.plan import Launch, Plan, Program, Region, Target, Work
+from nimblert.plan.pieces import writes
 
 Layers: TypeAlias = tuple[str, ...]
 Phases: TypeAlias = tuple[str, ...]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
 # (flatbuffers.Builder has no types)
-"""Write plan files, by the table of fields in `nimblert.files.schema`, by which nimblert reads them."""
+"""Write plan files, by the table of fields in `nimblert.plan.schema`, by which nimblert reads them."""
 
 import hashlib
 import struct
@@ -11,12 +11,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from flatbuffers.builder import Builder, BuilderSizeError
 
+from nimblert.check import verify
 from nimblert.errors import PlanFormatError
-from nimblert.files import schema
-from nimblert.files.replacing import replacing
-from nimblert.files.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Field, Segment
-from nimblert.plan import Command, Plan, Target
-from nimblert.rules import verify
+from nimblert.plan import Command, Plan, Target, schema
+from nimblert.plan.files import replacing
+from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Field, Segment
 
 _MODEL_ALIGNMENT = 64
 """For ONNX models, which are small and many: with a page each, most of the file would be padding."""

@@ -18,9 +18,9 @@ from nimblec.options import InputSpec
 from nimblec.verify.node_values import NodeComparison, compare_nodes
 from nimblec.verify.verification import Check, Result, check_name
 from nimblert import golden
+from nimblert.check.reading import read_plan
 from nimblert.errors import PlanError
 from nimblert.executable import Executable, load
-from nimblert.files import container
 from nimblert.plan import Plan, Program
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
     Raises PlanError if the plan cannot be of that model, DeviceMismatchError if it cannot run on this
     machine, CompileError if the model cannot be read or run.
     """
-    plan = container.read(path)
+    plan = read_plan(path)
     model = model_file.load(against.model, external_data=False)
     make_constant(model, against.constants)
     with own_process():

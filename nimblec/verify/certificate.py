@@ -9,9 +9,8 @@ from itertools import islice
 
 import numpy as np
 
-from nimblert.ordering import pieces
-from nimblert.ordering.order import order
-from nimblert.plan import Program, Region, ScheduleRecord, Wait, Work
+from nimblert.check.hazards import order
+from nimblert.plan import Program, Region, ScheduleRecord, Wait, Work, pieces
 
 _MOST_SENTENCES = 100
 

@@ -16,8 +16,8 @@ import numpy as np
 from nimblec.cpu.reference import Node
 from nimblec.difference import Difference, difference, same_numbers
 from nimblert.executable import Executable
-from nimblert.ordering.pieces import writes
 from nimblert.plan import Access, Launch, ParameterKind, Plan, Program, Target, Work
+from nimblert.plan.pieces import writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from nimblec import fits
 from nimblec.cuda.cubin.reading import entry_symbols
 from nimblec.verify import certificate
 from nimblert import golden
+from nimblert.check import hazards
+from nimblert.check.reading import read_plan
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
-from nimblert.files import container
 from nimblert.golden import Verdict
-from nimblert.ordering import hazards
 from nimblert.plan import Plan, Program, Target
 
 CPU_ROUNDING = 1e-4
@@ -43,7 +43,7 @@ def verify(path: Path) -> Iterator[Check]:
     Stops at a failure that makes later checks meaningless. Raises PlanError if the file cannot be read.
     """
     try:
-        plan = container.read(path)
+        plan = read_plan(path)
     except PlanInvalidError as exc:
         yield _passed("format", "decodes, undamaged")
         yield Check(name="rules", result=Result.FAILED, sentences=exc.problems)

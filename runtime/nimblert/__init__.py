@@ -18,11 +18,10 @@ from nimblert.errors import (
     PlanInvalidError,
 )
 from nimblert.executable import Executable, load
-from nimblert.limits import Limits
 from nimblert.plan import Plan
+from nimblert.plan.limits import Limits
 from nimblert.pool import ExecutablePool, load_pool
-from nimblert.telemetry import ObservedCall, observe
-from nimblert.timing import CommandTime
+from nimblert.telemetry import CommandTime, ObservedCall, observe
 
 __version__ = "0.1.0"
 

@@ -1,15 +1,16 @@
 """Arena: scratch memory that contexts of several plans use in turn."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from nimblert.errors import InputError
-from nimblert.files import container
-from nimblert.limits import is_integer
 from nimblert.plan import Plan, Target
+from nimblert.plan.limits import is_integer
 
 if TYPE_CHECKING:
-    from nimblert.calls.turn import Turn
+    from nimblert.plan.container import Source
 
 
 class Arena:
@@ -29,9 +30,9 @@ class Arena:
         self.nbytes = int(nbytes)
         self.target = targets[target]
         self.device = device
-        self.owner: Turn | None = None
-        """The turn of the context whose run by steps is half done, if any."""
-        self._busy = threading.Lock()
+        self._lock = threading.Lock()
+        self.stepping: object = None
+        """The context whose run by steps is half done, if any."""
         self.memory: Any = None
         """An array of bytes, or a `nimblert.cuda.working.DeviceArena`."""
         if self.target is Target.CPU:
@@ -44,9 +45,11 @@ class Arena:
             self.memory = DeviceArena(self.nbytes, device)
 
     @classmethod
-    def for_plans(cls, *plans: Plan | container.Source, device: int = 0) -> Self:
+    def for_plans(cls, *plans: "Plan | Source", device: int = 0) -> Self:
         """An arena as large as the largest of these plans needs. Raises InputError, PlanError."""
-        parsed = [plan if isinstance(plan, Plan) else container.read(plan) for plan in plans]
+        from nimblert.check.reading import read_plan
+
+        parsed = [plan if isinstance(plan, Plan) else read_plan(plan) for plan in plans]
         targets = {plan.target for plan in parsed}
         if len(targets) != 1:
             raise InputError("an arena takes one plan or several, all of one target")
@@ -70,20 +73,23 @@ class Arena:
         if self.memory is None:
             raise InputError("the arena is closed: make another one, and load the plan into it")
 
-    def taken(self) -> threading.Lock:
-        """The lock of a run; within it `check_free` comes first. Raises InputError while another run has it.
-
-        No context manager of a generator, as in `nimblert.calls.turn.Guard`.
-        """
-        if self._busy.locked():
+    @contextmanager
+    def used_by(self, context: object) -> Iterator[None]:
+        """Hold the arena for a run of this context. Raises InputError during another one's, and once it is closed."""
+        if not self._lock.acquire(blocking=False):
             raise _in_use()
-        return self._busy  # a run that has begun since is waited for
+        try:
+            self.check_open()
+            if self.stepping not in {None, context}:
+                raise _in_use()
+            yield
+        finally:
+            self._lock.release()
 
-    def check_free(self) -> None:
-        """Raise InputError where a run by steps is half done, and once it is closed."""
-        self.check_open()
-        if self.owner is not None and not self.owner.closed:
-            raise _in_use()
+    def end_steps(self, context: object) -> None:
+        """Note that no run by steps of this context is half done any more."""
+        if self.stepping is context:
+            self.stepping = None
 
     def close(self) -> None:
         """Free the memory; calling it twice is harmless."""

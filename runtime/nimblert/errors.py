@@ -66,11 +66,6 @@ class CudaError(NimbleError):
         return self.result in _FATAL
 
 
-def raised_by_handler(exc: BaseException) -> bool:
-    """Whether a signal handler raised it, such as the TimeoutError of an alarm, and not a call of the system."""
-    return isinstance(exc, OSError) and exc.errno is None
-
-
 def _what_next(result: str) -> str:
     if result == "CUDA_ERROR_OUT_OF_MEMORY":
         return "; the GPU has not enough free memory: close other plans and processes that use it"

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblert.calls import refitting
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
-from nimblert.files import container
-from nimblert.limits import is_integer
 from nimblert.plan import Plan, Target, Tensor
-from nimblert.rules.state_rules import keeps_state
+from nimblert.plan.limits import is_integer
+
+if TYPE_CHECKING:
+    from nimblert.calls.refitting import NewWeights
+    from nimblert.plan.container import Source
 
 
 class ExecutablePool(AbstractContextManager["ExecutablePool"]):
@@ -23,6 +24,8 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
 
     def __init__(self, executables: Sequence[Executable]) -> None:
         first, *_ = self.executables = tuple(executables)
+        from nimblert.check.state_rules import keeps_state
+
         if keeps_state(first.plan):
             raise InputError("the plan has state, and a pool's calls run on any device: load it on each, with load()")
         self.plan, self.entries, self.weights = first.plan, first.entries, first.weights
@@ -67,12 +70,14 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
         finally:
             self._in_flight.remove(executable)
 
-    def refit(self, weights: refitting.NewWeights) -> None:
+    def refit(self, weights: "NewWeights") -> None:
         """Replace weights on one device after the other, as `Executable.refit` does.
 
         Raises InputError, and changes no device, where an array does not fit. Raises CudaError where a device has too
         little memory; the devices before it then have the new weights.
         """
+        from nimblert.calls import refitting
+
         checked = [refitting.checked(self.plan, weights, one._working.take) for one in self.executables]  # noqa: SLF001 - of the same package
         for executable, refits in zip(self.executables, checked, strict=True):
             executable._refit(refits)  # noqa: SLF001
@@ -87,7 +92,7 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
         self.close()
 
 
-def load_pool(plan: Plan | container.Source, *, devices: Sequence[int] | None = None, **options: Any) -> ExecutablePool:
+def load_pool(plan: "Plan | Source", *, devices: Sequence[int] | None = None, **options: Any) -> ExecutablePool:
     """Load a plan on the GPUs with the ordinals ``devices``, or on all that can run it; `load` has the ``options``.
 
     A plan for the CPU, which uses all cores by itself, is loaded once. Raises InputError for a plan with state, and

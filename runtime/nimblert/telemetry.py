@@ -1,14 +1,14 @@
 """Observing calls, for traces and metrics: samples/telemetry has adapters for NVTX and OpenTelemetry."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nimblert.calls.entries import Signature
-from nimblert.dimensions import Shape
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Program
+from nimblert.plan.dimensions import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +50,34 @@ def observed_call(plan: Plan, signature: Signature, arrays: Any, bound: Program 
     names = [tensor.name for tensor in signature.programs[0].inputs]
     program = bound or signature.program(tuple(shapes[name] for name in names if name in shapes))
     return ObservedCall(plan=plan, entry=signature.name, program=program, shapes=shapes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandTime:
+    """One launch, copy or fill, and how long it takes alone.
+
+    ``command`` indexes `Program.commands`; ``kind`` is "launch", "memcpy" or "memset"; ``op`` and
+    ``source`` are those of its `Op`.
+    """
+
+    command: int
+    kind: str
+    op: str
+    source: str
+    stream: int
+    nanoseconds: int
+
+
+def command_times(program: Program, nanoseconds: Sequence[int]) -> tuple[CommandTime, ...]:
+    """Each launch, copy and fill of a program with its time, in issue order."""
+    return tuple(
+        CommandTime(
+            command=index,
+            kind=type(command).__name__.lower(),
+            op=program.ops[command.op].name,
+            source=program.ops[command.op].source,
+            stream=command.stream,
+            nanoseconds=duration,
+        )
+        for (index, command), duration in zip(program.work, nanoseconds, strict=True)
+    )

@@ -28,7 +28,7 @@ from rows import Probe, Rows, count_rows, served_programs
 from starlette.exceptions import HTTPException
 
 import nimblert
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Target
 
 MOST_ONGOING = 256
@@ -132,7 +132,7 @@ def application(plan: Path, *, name: str, replicas: int, wait_s: float) -> serve
     """
     if replicas < 1:
         raise nimblert.InputError(f"--replicas {replicas}: expected 1 or more")
-    read = container.read(plan)
+    read = read_plan(plan)
     served_programs(read, plan)
     needs = {"num_gpus": 1} if read.target is Target.CUDA else {"num_cpus": 1}
     deployment = serve.deployment(

@@ -12,11 +12,10 @@ from onnx import TensorProto, helper
 
 import nimblert
 from fuzz import wrapped
-from nimblert.cpu.backend import CpuResident
-from nimblert.embedded import division, onnx_trust
+from nimblert.check import division, onnx_trust, verify
+from nimblert.cpu.backend import CpuLoaded
 from nimblert.errors import InputError
 from nimblert.plan import Plan
-from nimblert.rules import verify
 
 node = helper.make_node
 LEAST = {"int32": -(2**31), "int64": -(2**63)}
@@ -81,7 +80,7 @@ def test_sessions_are_shared_with_safe_divisions_only(
         constants={"two": np.array(2), "minus": np.array([-1]), "least": np.array(LEAST["int64"])},
     )
     plan = plan_file(path)
-    with CpuResident(plan).sessions as cache:
+    with CpuLoaded(plan).sessions as cache:
         assert len(cache.stretches(plan.programs[0])) == sessions
 
 

@@ -10,10 +10,10 @@ from onnx import helper
 
 import nimblert
 from fuzz import wrapped
+from nimblert.check import verify
 from nimblert.errors import PlanInvalidError
-from nimblert.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan import Memset, Plan, Pointer, Region
-from nimblert.rules import verify
+from nimblert.plan.limits import DEFAULT_LIMITS, Limits
 
 node = helper.make_node
 

@@ -11,8 +11,8 @@ from hostile_plans import node_plan, placed, refusal, with_program
 from onnx import NodeProto, helper
 
 from fuzz import wrapped
+from nimblert.check import verify
 from nimblert.plan import Memset, Plan, Pointer, Region
-from nimblert.rules import verify
 
 node = helper.make_node
 Shape = tuple[int, ...]

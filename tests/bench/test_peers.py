@@ -13,7 +13,7 @@ import pytest
 from bench import calls, environment, peers, peers_table, resume, running
 from bench.nimblec_peer import work
 from bench.turns import Job, Result
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Launch
 
 
@@ -317,7 +317,7 @@ def test_plots_are_drawn_the_same_each_time(tmp_path: Path, results: dict[str, A
 
 
 def test_the_work_of_a_plan_is_told_by_kernel() -> None:
-    plan = container.read(Path(__file__).parents[1] / "data" / "triton_block.plan")
+    plan = read_plan(Path(__file__).parents[1] / "data" / "triton_block.plan")
     told = work(plan)
     launches = [command for command in plan.programs[0].commands if isinstance(command, Launch)]
     assert sum(row["count"] for row in told.values()) >= len(launches) > 0

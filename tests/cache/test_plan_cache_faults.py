@@ -91,23 +91,6 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_error(model: Path, optio
     assert notes[1].startswith("not kept in the plan cache /proc: ")
 
 
-@pytest.mark.parametrize(
-    "during", ["pathlib.Path.mkdir", "nimblec.cache.plan_key.digest_of", "shutil.copyfileobj", "shutil.copyfile"]
-)
-def test_what_a_signal_handler_raises_is_no_fault_of_the_cache(
-    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, during: str
-) -> None:
-    if during == "shutil.copyfileobj":
-        compiled(Compiler(), model, options)  # else there is none to copy
-
-    def late(*_: object, **_named: object) -> None:
-        raise TimeoutError("alarm")
-
-    monkeypatch.setattr(during, late)
-    with pytest.raises(TimeoutError, match="alarm"):
-        compiled(Compiler(), model, options)
-
-
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     plan, folder = tmp_path / "p", tmp_path / "plans"
     folder.mkdir()

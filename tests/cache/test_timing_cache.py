@@ -245,17 +245,6 @@ def test_a_cache_that_cannot_be_written_or_is_no_file_is_told(tmp_path: Path) ->
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_what_a_signal_handler_raises_is_not_told_as_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(_: object) -> None:
-        raise TimeoutError("alarm")
-
-    monkeypatch.setattr(timing_cache, "lock", late)
-    cache = TimingCache(tmp_path / "t.json")
-    cache["a"] = 1
-    with pytest.raises(TimeoutError, match="alarm"):
-        cache.save()
-
-
 def test_a_home_that_cannot_be_written_is_a_note(
     nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,10 @@ from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
 from nimblec.plan import encoder
+from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
-from nimblert.files import container
-from nimblert.files.scratch import scratch_folder
 from nimblert.plan import Device
+from nimblert.plan.files import scratch_folder
 
 node = helper.make_node
 DIGITS = ROOT / "samples" / "digits.onnx"
@@ -111,7 +111,7 @@ def test_an_example_gives_the_sizes_that_no_option_gives(
     np.save(tmp_path / "a.npy", np.zeros((2, 3), np.float32))
     options = ("--target", "cpu", "-q", "--example", f"x={tmp_path / 'a.npy'}")
     assert nimblec("compile", dynamic, "-o", output, *options).status == 0
-    assert [tensor.shape for tensor in container.read(output).programs[0].inputs] == [(2, 3), (2, 3)]
+    assert [tensor.shape for tensor in read_plan(output).programs[0].inputs] == [(2, 3), (2, 3)]
 
 
 def doubling_functions(path: Path, levels: int) -> Path:
@@ -213,7 +213,7 @@ def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -
     options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
     done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
     assert (done.status, done.err) == (0, "")
-    assert [tensor.shape for tensor in container.read(output).programs[0].inputs] == [(4, 3), (4, 3)]
+    assert [tensor.shape for tensor in read_plan(output).programs[0].inputs] == [(4, 3), (4, 3)]
 
 
 def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_plan_is_written_through_a_link(nimblec: CommandLine, tmp_path: Path, 
     link.symlink_to(output)
     assert nimblec("compile", DIGITS, "-o", link, "--target", "cpu", "-q").status == 0
     assert link.readlink() == output
-    assert container.read(output) == container.read(link)
+    assert read_plan(output) == read_plan(link)
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 

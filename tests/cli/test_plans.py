@@ -15,7 +15,7 @@ from plans import cpu_plan, cuda_plan
 
 from nimblec.inspect.inspection import describe
 from nimblec.plan import encoder
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Plan, ScheduleRecord
 
 ROOT = Path(__file__).parents[2]
@@ -225,7 +225,7 @@ def test_a_cuda_plan_is_refused_where_there_is_no_gpu(
 
 def test_inspect_prints_what_describe_says_as_json(nimblec: CommandLine, cuda: Path) -> None:
     facts = json.loads(nimblec("inspect", cuda, "--json").out)
-    assert facts == json.loads(json.dumps(describe(container.read(cuda), file_nbytes=cuda.stat().st_size)))
+    assert facts == json.loads(json.dumps(describe(read_plan(cuda), file_nbytes=cuda.stat().st_size)))
 
 
 def test_inspect_shows_every_part(nimblec: CommandLine, cuda: Path) -> None:
@@ -313,7 +313,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
 
 def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
     """A copy of a plan with a change."""
-    encoder.write(change(container.read(digits)), path)
+    encoder.write(change(read_plan(digits)), path)
     return path
 
 

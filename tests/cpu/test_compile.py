@@ -31,9 +31,9 @@ from nimblec.frontend.pytorch.state import WithState
 from nimblec.options import Options, read_options
 from nimblec.source import Source
 from nimblert import executable, golden
+from nimblert.check.reading import read_plan
 from nimblert.cpu.onnx_session import session_options
 from nimblert.cpu.onnx_threads import Pool
-from nimblert.files import container
 from nimblert.plan import Plan
 
 node = helper.make_node
@@ -97,7 +97,7 @@ def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> No
     output = tmp_path / "model.plan"
     stages = compile_file(embedding, output, examples=(("i", np.array([9, 12, 10])),))
     assert stages == ["read", "optimise", "schedule", "golden run", "write", "check"]
-    plan = container.read(output)
+    plan = read_plan(output)
     (tensor,) = plan.programs[0].inputs
     assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))
     with executable.load(plan) as model:

@@ -12,7 +12,7 @@ from nimblec.frontend.pytorch.onnx_history import short_histories
 from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
 from nimblec.plan import encoder
 from nimblert import golden
-from nimblert.rules import verify
+from nimblert.check import verify
 
 _REPLAY = """
 import numpy as np, nimblert, nimblert.executable, nimblert.golden

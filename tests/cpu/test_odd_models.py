@@ -14,8 +14,8 @@ from nimblec.errors import CompileError, UnsupportedModelError
 from nimblec.frontend.onnx import model_file
 from nimblec.options import InputSpec
 from nimblert import executable
+from nimblert.check import verify
 from nimblert.errors import DeviceMismatchError
-from nimblert.rules import verify
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 3)).astype(np.float32)

@@ -16,8 +16,8 @@ import nimblert
 from bench.schedules import MODELS
 from nimblec.schedule.dependencies import dependencies
 from nimblert import golden
+from nimblert.check.hazards import hazards
 from nimblert.golden import Verdict
-from nimblert.ordering.hazards import hazards
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

@@ -3,7 +3,7 @@
 Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
 """
 
-import _thread
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from copying import ORDERS, SHAPE, copying, drawn, on_gpu, on_host
+from copying import ORDERS, SHAPE, copying, drawn, on_host
 from host_driver import HostDriver
 
 import nimblert
 from nimblert import Executable, InputError
-from nimblert.cuda.memory import DeviceMemory
-from nimblert.cuda.transfers import Inlet
 
 pytest_plugins = ("gpu_memory",)
 torch = pytest.importorskip("torch")
@@ -74,23 +72,6 @@ def test_a_run_waits_for_what_still_uses_a_bound_output(put: Callable[[np.ndarra
         assert host.waits == [(first, 0x99), (0x77, 0x99)]
 
 
-def test_ctrl_c_comes_before_or_after_a_binding(
-    put: Callable[[np.ndarray], Any], model: Executable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, moved = laid_out_for(model, put(drawn(0))), Inlet.moved
-
-    def interrupted(inlet: Inlet, memory: DeviceMemory) -> None:
-        _thread.interrupt_main()
-        moved(inlet, memory)
-
-    monkeypatch.setattr(Inlet, "moved", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.bind("x", x)
-    for seed in (1, 2):
-        x.copy_(put(drawn(seed)))
-        assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
-
-
 def torch_synchronize(tensor: Any) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize()
@@ -142,14 +123,54 @@ def test_memory_of_an_output_cannot_be_bound_to_an_input(put: Callable[[np.ndarr
     assert torch.equal(torch.from_dlpack(model.run({"x": x})["y"]), x)
 
 
-@on_gpu
-def test_an_array_that_moves_under_a_binding_is_a_sentence(put: Callable[[np.ndarray], Any]) -> None:
-    with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
-        x = put(drawn(0))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor, _: tensor.t_(),
+        lambda tensor, _: tensor.resize_(4, 8),
+        lambda tensor, _: tensor.resize_(100, 100),
+        lambda tensor, _: tensor.unsqueeze_(0),
+        lambda tensor, _: tensor.untyped_storage().resize_(0),
+        lambda tensor, other: tensor.set_(other),
+        lambda tensor, other: setattr(tensor, "data", other),
+    ],
+    ids=["transposed", "smaller", "larger", "of another rank", "without memory", "elsewhere", "other data"],
+)
+def test_bound_tensor_changed_in_place_is_refused(
+    put: Callable[[np.ndarray], Any], change: Callable[[Any, Any], object]
+) -> None:
+    x, other = (put(drawn(seed, (8, 8))).clone() for seed in range(2))  # numpy's memory cannot be resized
+    with nimblert.load(copying((8, 8), (0, 1))) as model:
         model.bind("x", x)
-        x.data = put(drawn(1))
-        for run in (model.launch, lambda: model.run({})):
-            with pytest.raises(InputError, match="'x': its array was moved or resized since"):
+        model.launch()
+        model.synchronize()
+        change(x, other)
+        for run in (model.launch, model.launch, model.replay, lambda: model.run({})):
+            with pytest.raises(InputError, match="'x': its array was moved or resized since it was bound: bind it ag"):
                 run()
+        model.bind("x", other)
+        assert torch.equal(torch.from_dlpack(model.run({})["y"]), other)
+
+
+def test_bound_tensor_may_return_to_its_shape(put: Callable[[np.ndarray], Any]) -> None:
+    """PyTorch then stores a shape of more than five axes elsewhere."""
+    shape = (2, 1, 2, 1, 2, 2)
+    x = put(drawn(0, shape))
+    with nimblert.load(copying(shape, range(6))) as model:
         model.bind("x", x)
+        for _ in range(3):
+            model.launch()
+            x.unsqueeze_(0).squeeze_(0)
         assert torch.equal(torch.from_dlpack(model.run({})["y"]), x)
+
+
+def test_bound_tensor_is_dropped_with_its_binding(put: Callable[[np.ndarray], Any], model: Executable) -> None:
+    """At once, without the garbage collector."""
+    tensor = laid_out_for(model, put(drawn(1)))
+    known = weakref.ref(tensor)
+    model.bind("x", tensor)
+    model.launch()
+    del tensor
+    assert known() is not None
+    model.bind("x", None)
+    assert known() is None

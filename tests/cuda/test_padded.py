@@ -6,7 +6,8 @@ They run on a driver of host memory, too; see test_arrays.py.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -17,15 +18,14 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
-from nimblert.arrays import padding
+from nimblert.arrays import layouts
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import element_strides
-from nimblert.cuda.call_graphs import Arrival, Recipe
-from nimblert.cuda.driver import Context, call
-from nimblert.cuda.graph import Ends
+from nimblert.cuda import graph
+from nimblert.cuda.driver import Context, Handle, call
+from nimblert.cuda.graph import Step
 from nimblert.cuda.memory import allocate
-from nimblert.cuda.movers import GatherKernels
-from nimblert.cuda.padded import PaddingMover
+from nimblert.cuda.movers import GatherKernels, PaddingMover
 from nimblert.plan import ITEM_NBYTES, Fit, Pointer, Program, Region, Tensor
 
 pytest_plugins = ("gpu_memory",)
@@ -55,6 +55,12 @@ HEADS = {
 }
 
 
+def add_in_order(steps: Sequence[Step], built: Handle) -> None:
+    """Add steps to a graph, each after the one before."""
+    for earlier, later in pairwise([step(built) for step in steps]):
+        graph.add_edges(built, [earlier], [later])
+
+
 @pytest.mark.parametrize(("dtype", "first"), [("int8", 7), ("float16", 0), ("float32", 3), ("int64", 0), ("int64", 7)])
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize(("whole", "given"), HEADS.values(), ids=HEADS)
@@ -73,7 +79,7 @@ def test_the_start_is_copied_and_the_rest_filled(
             call("cuMemcpyHtoD", source, array.ctypes.data, array.nbytes)
             mover = PaddingMover(GatherKernels(context), tensor, given, element_strides(array), lambda at=landing: at)
             if is_graph:
-                made = Recipe(lambda _: Ends([], []), [Arrival(mover.steps(memory, source))]).instantiated()
+                made = graph.instantiated(partial(add_in_order, mover.steps(memory, source)))
                 call("cuGraphLaunch", context.acquire(made, "cuGraphExecDestroy"), 0)
             else:
                 mover.move(memory, source, 0)
@@ -81,7 +87,7 @@ def test_the_start_is_copied_and_the_rest_filled(
             found = np.empty(tensor.span_nbytes, np.uint8)
             call("cuMemcpyDtoH", found.ctypes.data, memory, found.nbytes)
         expected = np.empty(whole, numpy_dtype(dtype))
-        padding.place(expected, array, first)
+        layouts.place(expected, array, first)
         nbytes = [stride * ITEM_NBYTES[dtype] for stride in to]
         view = np.lib.stride_tricks.as_strided(found.view(numpy_dtype(dtype)), whole, nbytes)
         assert np.array_equal(view, expected)
@@ -114,14 +120,14 @@ def rest(model: Executable, rows: int) -> np.ndarray:
 def test_calls_that_come_again_fill_the_rest_again(model: Executable, put: Put) -> None:
     tensors = {rows: put(drawn(rows, (rows, *REST), "int64") + 7) for rows in (5, 6, 8)}
     kept = []
-    for turn in range(30):  # calls become graphs after 16
+    for repeat in range(30):  # calls become graphs after 16
         for rows, tensor in tensors.items():
-            tensor.add_(turn)
+            tensor.add_(repeat)
             found = torch.from_dlpack(model(tensor))
             kept.append((found, tensor.clone()))
             assert torch.equal(found, tensor)
             assert (rest(model, rows) == 7).all()
-        if turn % 7 == 6:
+        if repeat % 7 == 6:
             assert all(torch.equal(found, expected) for found, expected in kept)
             kept.clear()  # later calls get this memory
     model(tensors[5])
@@ -154,7 +160,7 @@ def test_calls_of_many_sizes_are_one_launch_each(model: Executable, put: Put, ho
 
 
 @on_host
-def test_arrays_of_symbolic_sizes_are_refused_after_direct_calls_too(model: Executable, put: Put) -> None:
+def test_arrays_of_symbolic_sizes_are_refused_after_calls_too(model: Executable, put: Put) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

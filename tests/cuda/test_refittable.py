@@ -38,10 +38,10 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
 from nimblert.arrays.layouts import dense_strides
+from nimblert.check.verify import problems
 from nimblert.cuda import driver
 from nimblert.errors import InputError
 from nimblert.plan import Target
-from nimblert.rules.verify import problems
 
 pytest_plugins = ("gpu_memory",)
 

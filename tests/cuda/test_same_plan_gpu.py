@@ -12,7 +12,7 @@ from verdicts import verdicts
 import nimblec
 from nimblec.compiler import compile_model
 from nimblec.options import read_options
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.golden import Verdict
 from nimblert.plan import Command, Launch, Plan
 
@@ -34,7 +34,7 @@ def test_a_second_compilation_gives_the_same_plan(
     for number in range(2):
         path = tmp_path / f"{number}.plan"
         compile_model("drawn_weights:resnet_0", options=options, output=path, observer=lambda *_: None)
-        plans.append(container.read(path))
+        plans.append(read_plan(path))
         kept.append(times.read_bytes())
     assert kept[0] == kept[1]
     first, second = (_without_structs(plan) for plan in plans)

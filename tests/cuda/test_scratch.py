@@ -10,7 +10,7 @@ import nimblert
 from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content, Place
 from nimblec.ir import LIBRARY_MEMORY, BufferKind
 from nimblert import golden
-from nimblert.rules.state_rules import keeps_state
+from nimblert.check.state_rules import keeps_state
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

@@ -15,7 +15,6 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import InputError
-from nimblert.cuda import transfers
 from nimblert.plan import Fit, Plan, Program
 
 pytest_plugins = ("gpu_memory",)
@@ -44,14 +43,6 @@ def sized(order: tuple[int, ...], fit: Fit, dtype: str = "float32", first: int =
     return replace(plans[0], programs=tuple(map(program, plans, SIZES)))
 
 
-@pytest.fixture(params=["small", "large"])
-def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large arrays of the host are padded on the device, small ones before they are uploaded."""
-    if request.param == "large":
-        monkeypatch.setattr(transfers, "_SMALL_NBYTES", 0)
-
-
-@pytest.mark.usefixtures("_size")
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_any_number_of_rows(put: Callable[[np.ndarray], Any], order: tuple[int, ...]) -> None:
     with nimblert.load(sized(order, Fit.SPLIT), poison=True) as model:
@@ -137,7 +128,6 @@ def test_what_is_padded_is_not_split(put: Callable[[np.ndarray], Any]) -> None:
             model(put(drawn(1, (6, *REST))))
 
 
-@pytest.mark.usefixtures("_size")
 @pytest.mark.parametrize("first", [0, 7])
 def test_the_rest_holds_values_of_the_input(put: Callable[[np.ndarray], Any], first: int) -> None:
     with nimblert.load(sized(ORDERS["contiguous"], Fit.SPLIT, "int64", first), poison=True) as model:

@@ -228,6 +228,21 @@ def test_what_is_enqueued_runs_one_after_the_other(put: Callable[[np.ndarray], A
 
 
 @on_host
+@pytest.mark.parametrize("count", [0, 5])
+def test_call_waits_until_the_run_before_has_read_its_input(
+    model: Executable, put: Callable[[np.ndarray], Any], host: HostDriver, count: int
+) -> None:
+    """Both copy their inputs to the same page-locked memory."""
+    del put
+    for seed in range(count):
+        model(drawn(seed))
+    model.run({"x": drawn(0)}, stream=0x77)
+    host.calls.clear()
+    model(drawn(1))
+    assert host.calls.get("cuEventSynchronize") == 1
+
+
+@on_host
 def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
     put: Callable[[np.ndarray], Any], host: HostDriver
 ) -> None:
@@ -250,9 +265,9 @@ def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
 
 
 @on_host
-@pytest.mark.parametrize("use", ["launch", "replay", "steps", "profile"])
-def test_what_an_interrupted_use_has_launched_is_waited_for(
-    put: Callable[[np.ndarray], Any], use: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("use", ["call", "run", "launch", "replay", "steps", "profile"])
+def test_interrupted_use_closes_the_context_and_is_waited_for(
+    put: Callable[[np.ndarray], Any], host: HostDriver, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By this use, or by the next one in the same memory."""
     x, launch, armed = put(drawn(0)), HostDriver._cuGraphLaunch, False
@@ -265,18 +280,29 @@ def test_what_an_interrupted_use_has_launched_is_waited_for(
 
     monkeypatch.setattr(HostDriver, "_cuGraphLaunch", interrupted)
     uses: dict[str, Callable[[Executable], object]] = {
+        "call": lambda model: model(x),
+        "run": lambda model: model.run({"x": x}, stream=0x77),
         "launch": lambda model: model.launch(0x77),
         "replay": lambda model: model.replay(),
         "steps": lambda model: next(model.steps({"x": x})),
         "profile": lambda model: model.profile({"x": x}),
     }
-    host = driver.bindings()
-    with nimblert.load(copying(SHAPE, ORDERS["odd"])) as model:
+    plan = copying(SHAPE, ORDERS["odd"])
+    with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as model, model.context(arena=arena) as other:
         model(x)
         armed = True
         with pytest.raises(KeyboardInterrupt):
             uses[use](model)
         armed = False
         waited = host.calls.get("cuStreamSynchronize", 0)
-        model.launch(0x88)
-        assert (0x88, 0x77) in host.waits if use == "launch" else waited
+        other.launch(0x88)
+        assert (0x88, 0x77) in host.waits if use in {"run", "launch"} else waited
+        with pytest.raises(InputError, match="is closed, as KeyboardInterrupt came within a call"):
+            model(x)
+
+
+@on_host
+def test_what_was_launched_is_closed_after_a_kernel_has_failed(model: Executable, host: HostDriver) -> None:
+    model.launch()
+    host.broken = True
+    model.close()

@@ -24,9 +24,9 @@ from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramK
 from nimblec.lean import DifferingOutput
 from nimblec.planning import Measured
 from nimblec.source import Source
+from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError
-from nimblert.files import container
 from nimblert.plan import Device, Plan
 
 MODULE = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
@@ -171,7 +171,7 @@ def compiled(
 def test_each_entry_is_recorded_beside_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told, status = compiled(monkeypatch, tmp_path, "first", "second")
     assert (told, status) == ([{"note": "2 models are known"}, {"note": "3 models are known"}], 0)
-    plan = container.read(tmp_path / "plan")
+    plan = read_plan(tmp_path / "plan")
     assert [program.entry for program in plan.programs] == ["first", "second"]
     assert all(program.golden is not None and program.golden.tolerance == 0 for program in plan.programs)
     assert dict(plan.versions)["level"] == "-O0, first: as it runs, second: as it runs"
@@ -225,7 +225,7 @@ def test_reproducible_build_measures_nothing(monkeypatch: pytest.MonkeyPatch, tm
         assert (config.deterministic, config.triton.autotune_pointwise) == (True, False)
         assert not torch.backends.cudnn.benchmark
     assert not (tmp_path / "times.json").exists()
-    assert [command.duration_ns for _, command in container.read(tmp_path / "plan").programs[0].work] == [0]
+    assert [command.duration_ns for _, command in read_plan(tmp_path / "plan").programs[0].work] == [0]
 
 
 @pytest.mark.usefixtures("lean")
@@ -256,7 +256,7 @@ def test_a_variant_that_is_not_possible_is_told_by_name_with_the_reason(
         "not possible for this model: fused regions: aten.mm in head: it is odd",
     ]
     assert (told, status) == ([{"note": note} for note in notes], 0)
-    assert dict(container.read(tmp_path / "plan").versions)["level"] == "-O1, as it runs"
+    assert dict(read_plan(tmp_path / "plan").versions)["level"] == "-O1, as it runs"
 
 
 def test_a_replay_that_differs_is_told_before_it_is_looked_into(

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from fuzz import corpus, decoder, plans
+from nimblert.check.reading import parse_plan, read_plan
 from nimblert.errors import PlanError, PlanInvalidError
-from nimblert.files import container
+from nimblert.plan import container
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
@@ -20,7 +21,7 @@ CORPUS = sorted((ROOT / "fuzz" / "corpus").glob("*.plan"))
 @pytest.mark.parametrize("path", [p for p in CORPUS if p.name.startswith("crash-")], ids=lambda path: path.stem)
 def test_what_crashed_onnx_runtime_is_refused(path: Path) -> None:
     with pytest.raises(PlanInvalidError):
-        container.read(path)
+        read_plan(path)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
@@ -74,7 +75,7 @@ def test_damaged_plans_are_refused_or_read() -> None:
     for number in range(150):
         file = plans.build(3, number, len)
         try:
-            container.parse(memoryview(file), "file")
+            parse_plan(memoryview(file), "file")
             outcomes.add("read")
         except PlanError:
             outcomes.add("refused")

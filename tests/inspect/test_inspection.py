@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nimblec.cli import report
 from nimblec.inspect import inspection
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Plan, Pointer, Region
 
 
@@ -114,7 +114,7 @@ def test_latencies_are_shown_as_quantiles() -> None:
 
 
 def test_weights_that_can_be_replaced_are_counted() -> None:
-    plan = container.read(Path(__file__).parents[1] / "data" / "plan-2.1.plan")
+    plan = read_plan(Path(__file__).parents[1] / "data" / "plan-2.1.plan")
     facts = inspection.describe(plan, file_nbytes=0)
     (refit,) = facts["refits"]
     assert [weight["name"] for weight in refit["weights"]] == ["scale", "bias"]

@@ -1,11 +1,7 @@
 """Arrays of the caller in place of a program's own memory: whatever becomes of them, no other byte is touched."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +11,8 @@ from programs import bare
 
 import nimblert
 from nimblert import Executable
-from nimblert.calls.turn import Turn
-from nimblert.errors import DeviceMismatchError, InputError
+from nimblert.calls.binding import Bindings
+from nimblert.errors import InputError
 from nimblert.plan import Memcpy, Op, Pointer, Program, Region, Tensor
 
 SHAPE = (4, 8)
@@ -113,20 +109,6 @@ def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Execu
     model.bind("y", tensor)
     model.run({"x": drawn(1)})
     assert np.array_equal(tensor.numpy(), np.maximum(drawn(1), 0))
-
-
-@pytest.mark.parametrize("name", ["x", "y"])
-def test_an_array_that_moves_between_two_steps_is_a_sentence(model: Executable, name: str) -> None:
-    given = {} if name == "x" else {"x": drawn(0)}
-    array = drawn(0)
-    model.bind(name, array)
-    steps = model.steps(given)
-    next(steps)
-    resized(array)
-    with pytest.raises(InputError, match=rf"'{name}': its array was moved or resized since"):
-        next(steps)
-    model.bind(name, None)  # the run has ended
-    assert np.array_equal(model(drawn(0))[0], np.maximum(drawn(0), 0))
 
 
 def test_a_name_of_an_input_and_an_output_cannot_be_bound(tmp_path: Path) -> None:
@@ -248,67 +230,19 @@ def test_an_output_may_be_written_over_a_bound_input(model: Executable) -> None:
 
 
 def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arrays were taken for what was bound before."""
+    """Its arrays were checked against what was bound before."""
     x, other = drawn(0), drawn(1)
-    check_ready = Turn.check_ready
+    check_unchanged = Bindings.check_unchanged
 
-    def bound_meanwhile(self: Turn, *args: Any) -> None:
-        monkeypatch.undo()
-        model._turn.lock.release()
-        model._turn.owner.release()
-        binding = threading.Thread(target=model.bind, args=("x", other))
-        binding.start()
-        binding.join()
-        model._turn.owner.acquire()
-        model._turn.lock.acquire()
-        check_ready(self, *args)
+    def bound_meanwhile(bindings: Bindings, changes: int) -> None:
+        bindings.changes += 1  # as a bind does between the check and the lock
+        check_unchanged(bindings, changes)
 
-    for run in (lambda: model.run({"x": x}), lambda: model.run({"x": x}, out={"y": np.zeros(SHAPE, np.float32)})):
-        monkeypatch.setattr(Turn, "check_ready", bound_meanwhile)
+    with monkeypatch.context() as patch:
+        patch.setattr(Bindings, "check_unchanged", bound_meanwhile)
+        for out in ({}, {"y": np.zeros(SHAPE, np.float32)}):
+            with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
+                model.run({"x": x}, out=out)
         with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
-            run()
-        model.bind("x", None)
+            model.bind("x", other)
     assert np.array_equal(model(x)[0], np.maximum(x, 0))
-
-
-def test_a_binding_that_meets_a_new_one_is_refused(model: Executable) -> None:
-    """It was compared with what was bound before."""
-    room = np.zeros((5, 8), np.float32)
-    with ThreadPoolExecutor(1) as pool:
-        with model._turn.lock:
-            waiting = pool.submit(model.bind, "y", room[1:])
-            while model._turn.owner.acquire(blocking=False):  # until it is about to wait for the lock
-                model._turn.owner.release()
-                time.sleep(1e-3)
-            assert not waiting.done()
-            bindings = model._bindings["main"]
-            bindings.bind(bindings.check("x", room[:4], model._working.take), room[:4], model._backends["main"])
-        with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
-            waiting.result(30)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_binding_that_fails_leaves_the_streams_at_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    """The thread of the second stream cannot be started, or Ctrl-C comes meanwhile."""
-    nodes = [node("Relu", ["x"], ["r"]), node("Neg", ["x"], ["n"]), node("Add", ["r", "n"], ["y"])]
-    path = write_model(tmp_path / "two.onnx", nodes, [floats("x", *SHAPE)], [floats("y", *SHAPE)])
-    plan = plan_file(path, streams=None)
-    assert plan.programs[0].stream_count == 2
-    x, array = drawn(0), drawn(1)
-
-    def fail(*_: object) -> None:
-        raise error
-
-    with nimblert.load(plan) as model:
-        before = threading.active_count()
-        with monkeypatch.context() as broken:
-            broken.setattr("nimblert.cpu.streams.Worker.begin", fail)
-            with pytest.raises((DeviceMismatchError, KeyboardInterrupt)):
-                model.bind("x", array)
-        assert np.array_equal(model(x), np.maximum(x, 0) - x)
-        assert threading.active_count() == before
-        model.bind("x", array)
-        assert np.array_equal(model(), np.maximum(array, 0) - array)
-        assert threading.active_count() == before

@@ -17,11 +17,11 @@ from examples import examples
 from hypothesis import given
 
 from nimblec.plan import encoder
+from nimblert.check.reading import read_plan
 from nimblert.errors import PlanFormatError
-from nimblert.files import container, decoder, schema
-from nimblert.files.flatbuffer import FlatBuffer
-from nimblert.files.schema import ALIGNMENT, ENUMS, NUMBERS, REQUIRED, STRUCTS, TABLES, Field
-from nimblert.plan import Launch, Module, Plan, Program, Region, Tensor, Weight
+from nimblert.plan import Launch, Module, Plan, Program, Region, Tensor, Weight, decoder, schema
+from nimblert.plan.decoder import FlatBuffer
+from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, REQUIRED, STRUCTS, TABLES, Field
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "schema" / "plan.fbs"
@@ -405,7 +405,7 @@ def test_no_change_of_the_schema_without_a_new_version() -> None:
 
 @pytest.mark.parametrize("released", RELEASED, ids=lambda path: path.stem)
 def test_a_file_of_every_version_is_read(released: Path) -> None:
-    plan = container.read(ROOT / "tests" / "data" / released.with_suffix(".plan").name)
+    plan = read_plan(ROOT / "tests" / "data" / released.with_suffix(".plan").name)
     assert [kernel.symbol for kernel in plan.kernels] == ["_Z5scalePfS_S_i", "_Z3addPfS_", "relu"]
     programs = [(p.name, p.entry, p.profile, len(p.commands)) for p in plan.programs]
     assert (

@@ -15,9 +15,9 @@ import plans
 import pytest
 
 from nimblec.plan import encoder
+from nimblert.check.reading import parse_plan, read_plan
 from nimblert.errors import InputError, NimbleError, PlanError, PlanFormatError, PlanInvalidError
-from nimblert.files import container
-from nimblert.plan import Plan, Weight
+from nimblert.plan import Plan, Weight, container
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -32,7 +32,7 @@ def plan_path(tmp_path: Path) -> Path:
 def refusal(path: Path) -> str:
     """The message with which reading ``path`` is refused, without the path before it."""
     with pytest.raises(PlanError) as caught:
-        container.read(path)
+        read_plan(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -43,8 +43,8 @@ def refusal(path: Path) -> str:
 def test_read_gives_what_was_written(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     encoder.write(plan, path)
-    assert container.read(path) == plan
-    assert container.read(str(path), check_digest=False) == plan
+    assert read_plan(path) == plan
+    assert read_plan(str(path), check_digest=False) == plan
     assert path.read_bytes() == encoder.encode_file(plan)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -56,9 +56,9 @@ def test_written_file_has_the_permissions_of_any_new_file(plan_path: Path) -> No
 
 
 def test_a_plan_can_be_written_over_the_file_it_was_read_from(plan_path: Path) -> None:
-    plan = container.read(plan_path)
+    plan = read_plan(plan_path)
     encoder.write(plan, plan_path)
-    assert container.read(plan_path) == plan == plans.cuda_plan()
+    assert read_plan(plan_path) == plan == plans.cuda_plan()
 
 
 def test_plan_saves_the_bytes_that_it_was_read_from(tmp_path: Path) -> None:
@@ -66,14 +66,14 @@ def test_plan_saves_the_bytes_that_it_was_read_from(tmp_path: Path) -> None:
     old = (DATA / "plan-1.0.plan").read_bytes()
     path = tmp_path / "model.plan"
     for source in (DATA / "plan-1.0.plan", str(path), old):
-        container.read(source).save(path)
+        read_plan(source).save(path)
         assert path.read_bytes() == old
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_plan_made_or_changed_in_memory_is_not_saved(plan_path: Path) -> None:
     before = plan_path.read_bytes()
-    for plan in (plans.cpu_plan(), replace(container.read(plan_path), producer="another")):
+    for plan in (plans.cpu_plan(), replace(read_plan(plan_path), producer="another")):
         with pytest.raises(InputError, match=r"no file holds it: nimblec\.plan\.encoder\.write\(plan, path\) makes"):
             plan.save(plan_path)
         with pytest.raises(InputError, match="the plan was made or changed in memory"):
@@ -90,13 +90,13 @@ def test_weights_of_any_shape_and_none(tmp_path: Path) -> None:
     )
     path = tmp_path / "model.plan"
     encoder.write(replace(plans.cuda_plan(), weights=weights), path)
-    read = container.read(path)
+    read = read_plan(path)
     assert [weight.data.nbytes for weight in read.weights] == [0, 48]
     assert np.array_equal(np.frombuffer(read.weights[1].data, np.float32).reshape(3, 4), matrix)
 
 
 def test_code_and_weights_cannot_be_written_through_the_map(plan_path: Path) -> None:
-    plan = container.read(plan_path)
+    plan = read_plan(plan_path)
     assert plan.weights[0].data.readonly
     assert plan.modules[0].code.readonly
 
@@ -106,7 +106,7 @@ def test_digest_can_be_checked_beside_the_decoding(plan_path: Path) -> None:
     digests: list[bytes] = []
     thread = threading.Thread(target=lambda: digests.append(container.digest(image)))
     thread.start()
-    assert container.parse(image, str(plan_path)) == plans.cuda_plan()
+    assert parse_plan(image, str(plan_path)) == plans.cuda_plan()
     thread.join()
     assert digests == [bytes(image[-32:])]
 
@@ -122,16 +122,6 @@ def test_directory(tmp_path: Path) -> None:
 def test_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert refusal(tmp_path / "pipe") == "is not a regular file, expected a plan file"
-
-
-def test_an_error_of_a_signal_handler_is_none_of_the_file(plan_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fstat(_: int) -> None:
-        raise TimeoutError("alarm")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", fstat)
-        with pytest.raises(TimeoutError, match="alarm"):
-            container.read(plan_path)
 
 
 def test_path_below_a_file(plan_path: Path) -> None:
@@ -188,7 +178,7 @@ def test_a_plan_that_contradicts_itself_is_neither_written_nor_read(plan_path: P
     assert plan_path.read_bytes() == before
     plan_path.write_bytes(encoder.encode_file(bad))
     with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range") as caught:
-        container.read(plan_path)
+        read_plan(plan_path)
     assert len(caught.value.problems) == 3
 
 
@@ -284,7 +274,7 @@ def test_killed_half_way(when: str, old: bool, tmp_path: Path) -> None:
     result = python(KILLED, path, when)
     assert result.returncode == -9, result.stderr
     if old:
-        assert container.read(path) == plans.cpu_plan()
+        assert read_plan(path) == plans.cpu_plan()
     else:
         assert not path.exists()
 
@@ -293,7 +283,7 @@ def test_not_a_plan_error_is_a_format_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 200)
     with pytest.raises(PlanFormatError):
-        container.read(path)
+        read_plan(path)
 
 
 def test_only_the_magic_word_is_damaged(plan_path: Path) -> None:

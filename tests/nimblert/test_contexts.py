@@ -3,29 +3,24 @@
 import asyncio
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from concurrency import interrupting
 from cpu_plans import floats, plan_file, write_model
-from interrupting import interrupted_at
 from onnx import helper
 from sized_plans import sized
 
 import nimblert
 from nimblec.plan import encoder
-from nimblert import Arena, Executable, interpreter
-from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert import Arena, Executable
+from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking
-from nimblert.errors import CudaError, DeviceMismatchError, InputError
+from nimblert.errors import CudaError, InputError
 from nimblert.plan import Pointer, Region
 
 WIDTH = 64
@@ -70,14 +65,14 @@ def drawn(seed: int, rows: int = 4) -> np.ndarray:
 
 def test_a_context_has_memory_of_its_own_over_the_same_weights_and_sessions(model: Executable) -> None:
     context = model.context()
-    first, second = model.backend, context.backend
+    first, second = (one._backends[one.program.name] for one in (model, context))
     assert isinstance(first, CpuBackend)
     assert isinstance(second, CpuBackend)
     for mine, other in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True):
         assert not np.shares_memory(mine, other)
-    assert model._resident is context._resident
-    assert isinstance(model._resident, CpuResident)
-    sessions = model._resident.sessions._sessions
+    assert model._loaded is context._loaded
+    assert isinstance(model._loaded, CpuLoaded)
+    sessions = model._loaded.sessions._sessions
     assert len(sessions) == 1
     expected = model(drawn(0))
     context(drawn(1))
@@ -101,14 +96,14 @@ def test_threads_with_a_context_each_compute_what_one_alone_does(model: Executab
 def test_contexts_run_beside_each_other(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two runs waits inside for the other one to have begun: they would wait for ever one after the other."""
     both = threading.Barrier(2, timeout=20)
-    call = CpuBackend.call
+    run = CpuBackend.run
 
-    def meeting(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
+    def meeting(backend: CpuBackend) -> None:
         both.wait()
-        return call(backend, *args, **kwargs)
+        run(backend)
 
     contexts = [model.context(), model.context()]
-    monkeypatch.setattr(CpuBackend, "call", meeting)
+    monkeypatch.setattr(CpuBackend, "run", meeting)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context(drawn(3)), contexts))
     assert np.array_equal(*results)
@@ -119,14 +114,14 @@ class _Busy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
-        call = CpuBackend.call
+        run = CpuBackend.run
 
-        def slow(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
+        def slow(backend: CpuBackend) -> None:
             self.began.set()
             assert self.go_on.wait(20)
-            return call(backend, *args, **kwargs)
+            run(backend)
 
-        monkeypatch.setattr(CpuBackend, "call", slow)
+        monkeypatch.setattr(CpuBackend, "run", slow)
 
 
 def test_a_context_in_two_threads_is_refused_and_stays_good(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,42 +143,48 @@ def test_calls_of_threads_that_share_an_executable_run_beside_each_other(
 ) -> None:
     """The first call ends when the second one has."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(CpuBackend, "direct", lambda *_: None)  # all calls are those that are noted here
     began, ended = threading.Event(), threading.Event()
-    call = CpuBackend.call
+    run = CpuBackend.run
 
-    def first(backend: CpuBackend, *args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(CpuBackend, "call", call)
+    def first(backend: CpuBackend) -> None:
+        monkeypatch.setattr(CpuBackend, "run", run)
         began.set()
         assert ended.wait(20)
-        return call(backend, *args, **kwargs)
+        run(backend)
 
     with nimblert.load(small) as model:
         expected = [model(drawn(seed)) for seed in (1, 2)]
-        spare = model._spare()
-        assert spare is not None
-        with model._turn.lock:  # nobody waits for another's call to make one
-            assert None not in (model._spare(), model._spare())
-        assert model._spare() is None  # there are no more than two for each core
-        model._idle_spares.append(spare)
         for _ in range(2):
             began.clear()
             ended.clear()
-            monkeypatch.setattr(CpuBackend, "call", first)
+            monkeypatch.setattr(CpuBackend, "run", first)
             with ThreadPoolExecutor(1) as pool:
                 running = pool.submit(model, drawn(1))
                 assert began.wait(20)
                 assert np.array_equal(model(drawn(2)), expected[1])
                 ended.set()
                 assert np.array_equal(running.result(), expected[0])
-        assert model._idle_spares == [spare]
-    with pytest.raises(InputError, match="this executable is closed: load the plan again"):
-        spare(drawn(0))
+        (idle,) = model._idle
+    with pytest.raises(InputError, match="this context is closed: make another one"):
+        idle(drawn(0))
+
+
+def test_concurrent_calls_use_at_most_two_contexts_for_each_core(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    with nimblert.load(small) as model, ThreadPoolExecutor(8) as pool:
+        expected, busy = model(drawn(0)), _Busy(monkeypatch)
+        runs = [pool.submit(model, drawn(0)) for _ in range(8)]
+        assert busy.began.wait(20)
+        time.sleep(0.05)
+        busy.go_on.set()
+        assert all(np.array_equal(run.result(), expected) for run in runs)
+        assert 1 <= len(model._idle) <= 4
 
 
 def test_threads_that_share_an_executable_take_turns_on_one_core(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(CpuBackend, "direct", lambda *_: None)  # all calls are those that are noted here
     model = nimblert.load(small)
     expected = model(drawn(0))
     busy = _Busy(monkeypatch)
@@ -194,33 +195,6 @@ def test_threads_that_share_an_executable_take_turns_on_one_core(small: Path, mo
         assert not any(run.done() for run in runs)
         busy.go_on.set()
         assert all(np.array_equal(run.result(), expected) for run in runs)
-
-
-@pytest.mark.parametrize("lacks", ["working", "backend"])
-def test_a_call_waits_where_there_is_no_memory_for_a_spare_context(
-    small: Path, lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither for one, nor in one for another program."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise DeviceMismatchError("the plan needs more memory than is here")
-
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(CpuBackend, "direct", lambda *_: None)  # all calls are those that are noted here
-    with nimblert.load(small) as model:
-        expected, busy = model(drawn(0)), _Busy(monkeypatch)
-        if lacks == "backend":
-            spare = model._spare()
-            assert spare is not None
-            spare._backends.clear()
-            model._idle_spares.append(spare)
-        monkeypatch.setattr(CpuResident, lacks, refuse)
-        with ThreadPoolExecutor(2) as pool:
-            runs = [pool.submit(model, drawn(0)) for _ in range(2)]
-            assert busy.began.wait(20)
-            time.sleep(0.05)
-            busy.go_on.set()
-            assert all(np.array_equal(run.result(), expected) for run in runs)
 
 
 def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
@@ -244,21 +218,8 @@ def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
         model.context()
 
 
-def test_no_context_is_made_while_an_executable_closes(small: Path) -> None:
-    model = nimblert.load(small)
-    context = model.context()
-    with ThreadPoolExecutor(1) as pool:
-        with context._turn.lock:
-            closing = pool.submit(model.close)
-            while not context._turn.waits:  # until it is about to close this one, too
-                time.sleep(0.01)
-            with pytest.raises(InputError, match="this executable is closed: load the plan again"):
-                model.context()
-        closing.result(30)
-
-
 def closed_of(
-    kind: type[CpuBackend | CpuResident | HostWorking], monkeypatch: pytest.MonkeyPatch, *fail: object
+    kind: type[CpuBackend | CpuLoaded | HostWorking], monkeypatch: pytest.MonkeyPatch, *fail: object
 ) -> list[object]:
     """Those of a class that are closed from now on; some fail then."""
     closed: list[object] = []
@@ -291,86 +252,14 @@ def test_whatever_fails_to_close_all_else_of_a_context_is_closed(monkeypatch: py
 def test_whatever_fails_to_close_all_else_of_an_executable_is_closed(
     small: Path, monkeypatch: pytest.MonkeyPatch, fails: int
 ) -> None:
-    residents = closed_of(CpuResident, monkeypatch)
+    loaded = closed_of(CpuLoaded, monkeypatch)
     model = nimblert.load(small)
     made = [model, model.context(), model.context()]
-    closed_of(CpuBackend, monkeypatch, made[fails].backend)
+    closed_of(CpuBackend, monkeypatch, made[fails]._backends["main"])
     with pytest.raises(CudaError, match="cuMemFree"):
         model.close()
-    assert all(one._turn.closed for one in made)
-    assert residents == [model._resident]
-
-
-@pytest.mark.parametrize("at_work", [0, 1])
-def test_closing_that_is_interrupted_while_it_waits_frees_nothing_in_use(
-    small: Path, monkeypatch: pytest.MonkeyPatch, at_work: int
-) -> None:
-    residents = closed_of(CpuResident, monkeypatch)
-    model = nimblert.load(small)
-    busy = [model, model.context()][at_work]
-    with interrupting(busy), pytest.raises(KeyboardInterrupt):
-        model.close()
-    assert not residents
-    assert not busy._turn.closed
-    model.close()
-    assert residents == [model._resident]
-    assert busy._turn.closed
-
-
-def test_a_launch_may_meet_a_change_of_another_thread(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = []
-
-    class Changing(Executable):
-        """The next relaunch is taken away once it was read."""
-
-        read = iter((lambda stream: launched.append(stream) is None, None))
-        _relaunch = property(lambda self: next(self.read), lambda *_: None)  # type: ignore[assignment]
-
-    monkeypatch.setattr(model, "__class__", Changing)
-    model.launch()
-    assert launched == [None]
-
-
-class _Growing(weakref.WeakSet[Any]):
-    """A set to which another thread adds while it is iterated over for the first time."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self._make = make
-        self.kept: list[Any] = []
-
-    def grow(self) -> Any:
-        self.kept.append(self._make())
-        self.add(self.kept[-1])
-        return self.kept[-1]
-
-    def __iter__(self) -> Iterator[Any]:
-        for one in super().__iter__():
-            if len(self.kept) == 1:
-                self.grow()
-            yield one
-
-
-def test_contexts_may_be_made_while_the_interpreter_waits_for_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    live = _Growing(mock.Mock)
-    live.grow()
-    monkeypatch.setattr(interpreter, "live", live)
-    interpreter._wait_for_runs()
-    assert [loaded.hold.call_count for loaded in live.kept] == [1, 1]
-
-
-def test_the_interpreter_waits_no_longer_for_many_runs_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-
-    class Busy:
-        def hold(self, timeout_s: float) -> None:
-            clock[0] += timeout_s
-
-    contexts = [Busy() for _ in range(6)]
-    monkeypatch.setattr(interpreter, "live", weakref.WeakSet(contexts))
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    interpreter._wait_for_runs()
-    assert clock == [1000.0 + interpreter._LAST_RUN_S]
+    assert all(one._lock.closed is not None for one in made)
+    assert loaded == [model._loaded]
 
 
 def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
@@ -383,8 +272,6 @@ def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: 
             for _ in range(3):
                 assert np.array_equal(first(drawn(0)), expected[0])
                 assert np.array_equal(second(drawn(0, 32)), expected[1])
-            for model in (first, second):
-                assert isinstance(model.backend, CpuBackend)
             third = second.context(arena=arena)
             assert np.array_equal(third(drawn(0, 32)), expected[1])
 
@@ -406,20 +293,6 @@ def test_an_arena_in_use_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch
                 model(drawn(0))
             busy.go_on.set()
             assert np.array_equal(running.result(), expected)
-
-
-def test_a_run_gives_its_arena_back_wherever_it_is_interrupted(small: Path) -> None:
-    """While the exception is handled, too, and its traceback keeps what was interrupted."""
-    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
-        context, expected = model.context(arena=arena), model(drawn(0))
-        context(drawn(0))
-        for place in count(1):
-            try:
-                if not interrupted_at(place, lambda: context(drawn(0))):
-                    break
-            except KeyboardInterrupt:
-                assert np.array_equal(model(drawn(0)), expected)
-    assert place > 20
 
 
 def test_a_closed_context_gives_its_arena_back(small: Path) -> None:
@@ -461,36 +334,6 @@ def test_a_run_by_steps_ends_where_its_arena_is_closed(small: Path) -> None:
         for use in (lambda: model.read(Pointer(region=Region.ARENA), 4), lambda: next(steps)):
             with pytest.raises(InputError, match="the arena is closed: make another one"):
                 use()
-
-
-def test_an_arena_that_steps_take_at_the_last_moment_is_refused(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Arena.for_plans(small) as arena, nimblert.load(small, arena=arena) as model:
-        x, context = {"x": drawn(0)}, model.context(arena=arena)
-        expected = model.run(x)["y"]
-        begun = []
-
-        class Late:
-            """A lock that is free when it is asked, and for which another context is faster."""
-
-            locked, __exit__ = arena._busy.locked, arena._busy.__exit__
-
-            def __enter__(self) -> None:
-                monkeypatch.undo()
-                steps = context.steps(x)
-                begun.append((steps, next(steps)))
-                arena._busy.acquire()
-
-        monkeypatch.setattr(arena, "_busy", Late())
-        with pytest.raises(InputError, match="the arena is in use by another context"):
-            model.run(x)
-        ((steps, _),) = begun
-        with pytest.raises(InputError, match="the arena is in use by another context"):
-            model.run(x)
-        assert len(list(steps)) == 2
-        last = model.plan.programs[0].outputs[0]
-        assert np.array_equal(context.read(last.pointer, last.span_nbytes), expected.view(np.uint8).reshape(-1))
 
 
 def test_an_arena_that_does_not_serve_is_refused(small: Path, large: Path) -> None:

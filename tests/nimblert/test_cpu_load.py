@@ -95,7 +95,7 @@ def test_loads_of_one_file_share_its_map_and_its_sessions(path: Path) -> None:
 
 
 def sessions_of(executable: Executable) -> set[int]:
-    resident: Any = executable._resident
+    resident: Any = executable._loaded
     return {id(opened.session) for opened in resident.sessions._sessions.values()}
 
 
@@ -237,9 +237,9 @@ def test_sessions_are_given_back_without_the_garbage_collector(path: Path, runs:
     executable = nimblert.load(path)
     for _ in range(runs):
         executable.run({"x": drawn(0)})
-    backend: Any = executable.backend
-    calls = [weakref.ref(step) for steps in backend._issued for _, step in steps]  # of sessions, which take no weakref
-    workers = backend._streams._workers[:]
+    backend: Any = executable._backends[executable.program.name]
+    calls = [weakref.ref(step) for _, step in backend._streams._own]  # of sessions, which take no weakref
+    workers = [worker._thread for worker in backend._streams._workers]
     if closes:
         executable.close()
     del backend, executable
@@ -286,11 +286,11 @@ def test_a_load_without_a_folder_for_temporary_files_says_what_to_set(
 
 A_LIBRARY_PRINTS = """
 import io, os, sys
-from nimblert import check, golden
+from nimblert import golden, replay
 draw_inputs = golden.draw_inputs
 golden.draw_inputs = lambda *given: (os.write(1, b"drawn"), draw_inputs(*given))[1]
 sys.stdin = io.TextIOWrapper(io.BytesIO(sys.argv[1].encode()))
-sys.exit(check.main("cpu"))
+sys.exit(replay.main("cpu"))
 """
 
 

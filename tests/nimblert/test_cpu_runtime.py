@@ -10,15 +10,14 @@ import numpy as np
 import onnx
 import pytest
 from concurrency import thread_count, threads_beyond
-from cpu_plans import assert_same, floats, plan_file, run_plan, write_model
+from cpu_plans import assert_same, backend_of, floats, plan_file, run_plan, write_model
 from onnx import TensorProto, helper
 from subprocesses import python
 
 from nimblec.plan import encoder
+from nimblert.check.reading import read_plan
 from nimblert.cpu import onnx_session
-from nimblert.cpu.backend import CpuBackend
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
-from nimblert.files import container
 from nimblert.plan import (
     Command,
     Launch,
@@ -57,10 +56,10 @@ def with_program(plan: Plan, **changes: object) -> Plan:
 
 def test_weights_of_equal_kernels_are_one_and_stay_in_the_file(path: Path, tmp_path: Path) -> None:
     encoder.write(plan_file(path), tmp_path / "model.plan")
-    plan = container.read(tmp_path / "model.plan")
+    plan = read_plan(tmp_path / "model.plan")
     assert len(plan.weights) == 1
     assert [command.kernel for command in plan.programs[0].commands] == [0, 1, 0]
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     memory = backend.memory.range(Pointer(region=Region.WEIGHTS), plan.weights[0].data.nbytes)
     assert memory.ctypes.data == np.frombuffer(plan.weights[0].data, np.uint8).ctypes.data
     backend.close()
@@ -69,7 +68,7 @@ def test_weights_of_equal_kernels_are_one_and_stay_in_the_file(path: Path, tmp_p
 
 def test_runs_again_and_after_poison(path: Path) -> None:
     plan = plan_file(path)
-    backend = CpuBackend(plan, plan.programs[0], poison=True)
+    backend = backend_of(plan, poison=True)
     assert np.isnan(backend.outputs[0]).all()
     results = []
     for scale in (1, 2, 1):
@@ -112,7 +111,7 @@ def test_two_streams_meet_and_a_failure_on_either_ends_the_run(tmp_path: Path) -
     plan = plan_file(path, streams=None)
     assert plan.programs[0].stream_count == 2
     good, bad = np.array([1, 2]), np.array([1, 9])
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     for i, j, failing in ((good, bad, "right"), (bad, good, "left"), (good, good, None), (good, bad, "right")):
         for view, value in zip(backend.inputs, (i, j), strict=True):
             np.copyto(view, value)
@@ -129,7 +128,7 @@ def test_two_streams_meet_and_a_failure_on_either_ends_the_run(tmp_path: Path) -
 def test_threads_of_streams_end_with_the_backend(tmp_path: Path) -> None:
     plan = plan_file(_wide(tmp_path), streams=None)
     before = thread_count()
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     backend.run()
     assert thread_count() > before
     backend.close()
@@ -159,7 +158,7 @@ def test_only_kernels_that_gain_by_it_have_threads_of_their_own(
 def _threads_opened(plan: Plan) -> int:
     """How many threads a backend starts."""
     before = thread_count()
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     started = thread_count() - before
     backend.close()
     del backend
@@ -216,13 +215,13 @@ def test_addresses_outside_memory_are_refused(path: Path, pointer: Pointer, mess
     kinds = [parameter.kind.name for parameter in plan.kernels[0].parameters]
     changed = _redirected(plan, kinds.index("OUTPUT"), pointer)
     with pytest.raises(PlanInvalidError, match=message):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 def test_a_wait_before_its_record_is_refused(path: Path) -> None:
     plan = with_program(plan_file(path), commands=(Wait(stream=0, event=0), Record(stream=0, event=0)), event_count=1)
     with pytest.raises(PlanInvalidError, match="before its record"):
-        CpuBackend(plan, plan.programs[0])
+        backend_of(plan)
 
 
 def test_a_parameter_of_another_dtype_than_the_models_is_refused(path: Path) -> None:
@@ -231,7 +230,7 @@ def test_a_parameter_of_another_dtype_than_the_models_is_refused(path: Path) -> 
     parameters = tuple(replace(p, dtype="uint8") if p.name == "o0" else p for p in kernel.parameters)
     changed = replace(plan, kernels=(replace(kernel, parameters=parameters), *plan.kernels[1:]))
     with pytest.raises(PlanInvalidError, match=r"kernel MatMul: parameters .*uint8"):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 def test_a_parameter_of_another_shape_than_the_models_is_refused_at_the_run(path: Path) -> None:
@@ -249,7 +248,7 @@ def test_code_that_is_no_model_is_refused(path: Path, code: bytes) -> None:
     modules = (Module(origin="onnxruntime", code=memoryview(code)), *plan.modules[1:])
     changed = replace(plan, modules=modules)
     with pytest.raises(PlanInvalidError, match="kernel MatMul"):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 @pytest.mark.parametrize("location", ["weights", "secret"])
@@ -272,7 +271,7 @@ def test_a_model_cannot_read_files(path: Path, tmp_path: Path, monkeypatch: pyte
         kernels=(replace(plan.kernels[0], parameters=parameters), *plan.kernels[1:]),
     )
     with pytest.raises(PlanInvalidError, match="kernel MatMul"):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 def test_a_plan_for_blocks_of_another_size_is_refused(path: Path) -> None:
@@ -281,14 +280,14 @@ def test_a_plan_for_blocks_of_another_size_is_refused(path: Path) -> None:
     with pytest.raises(
         DeviceMismatchError, match=f"layout nchwc4, this one has nchwc{onnx_session.nchwc_block_size()}"
     ):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 def test_a_module_of_another_origin_is_refused(path: Path) -> None:
     plan = plan_file(path)
     changed = replace(plan, modules=tuple(replace(m, origin="cudnn") for m in plan.modules))
     with pytest.raises(PlanInvalidError, match="origin 'cudnn'"):
-        CpuBackend(changed, changed.programs[0])
+        backend_of(changed)
 
 
 def test_without_onnxruntime_the_error_says_what_to_install(path: Path, tmp_path: Path) -> None:
@@ -316,14 +315,14 @@ def test_onnx_runtime_reports_to_nobody(path: Path, tmp_path: Path, monkeypatch:
 
 def test_sessions_of_others_still_work_beside_ours(path: Path) -> None:
     plan = plan_file(path)
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     assert_same(path, {"x": X})
     backend.close()
 
 
 def test_a_profile_measures_each_command(path: Path) -> None:
     plan = plan_file(path)
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     assert all(ns > 0 for ns in backend.profile())
     slow = [0.02, 0.0, 0.04]
     backend._singly = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
@@ -349,7 +348,7 @@ def test_commands_are_bound_one_by_one_without_a_look_at_all_others_for_each(tmp
         chain = [node("Tanh", [f"v{i}"], [f"v{i + 1}"]) for i in range(count)]
         plan = plan_file(write_model(tmp_path / "m.onnx", chain, [floats("v0", 2)], [floats(f"v{count}", 2)]))
         plan = with_program(plan, commands=_Counted(plan.programs[0].commands))
-        backend = CpuBackend(plan, plan.programs[0])
+        backend = backend_of(plan)
         before = _Counted.looks
         assert len(backend.profile()) == count
         looks.append(_Counted.looks - before)

@@ -7,9 +7,9 @@ from delays import CUBIN, with_delays, with_delays_before
 from plans import cuda_plan, large_plan
 
 from nimblec.cuda.cubin.reading import entry_symbols
-from nimblert.ordering.hazards import hazards
+from nimblert.check import verify
+from nimblert.check.hazards import hazards
 from nimblert.plan import Command, Launch, Plan, Record, Wait
-from nimblert.rules import verify
 
 CODE = CUBIN.read_bytes()
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
 import plans
@@ -15,11 +14,11 @@ from kept_state import KEEP, OUTPUT, STATE, copying, keeping
 import nimblert
 from nimblec.plan import encoder
 from nimblert.calls.entries import Signature
+from nimblert.check import verify
+from nimblert.check.reading import read_plan
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
-from nimblert.files import container
 from nimblert.plan import Plan
-from nimblert.rules import verify
 
 
 def changed(index: int, **changes: object) -> Callable[[Plan], Plan]:
@@ -37,7 +36,7 @@ def test_a_plan_of_several_entries_is_sound() -> None:
     plan = plans.several_entries()
     assert list(verify.problems(plan)) == []
     assert {name: len(programs) for name, programs in plan.entries.items()} == {"main": 2, "tail": 1}
-    assert container.read(encoder.encode_file(plan)) == plan
+    assert read_plan(encoder.encode_file(plan)) == plan
 
 
 @pytest.mark.parametrize(
@@ -147,16 +146,12 @@ def test_hazards_of_every_program_are_found_when_it_is_loaded() -> None:
         nimblert.load(replace(plan, programs=(plan.programs[0], racing, plan.programs[2])))
 
 
-def no_gpu(_value: object, _ordinal: int) -> NoReturn:
-    raise AssertionError
-
-
 def test_many_profiles_are_not_all_listed() -> None:
     programs = [copying("write", count, KEEP, (("count", count),)) for count in range(1, 40)]
     signature = Signature("write", programs)
-    assert signature.choose({"x": floats(*range(39))}, no_gpu)[0] is programs[-1]
+    assert signature.serve_at_once([floats(*range(39))]) is programs[-1]
     with pytest.raises(InputError, match=r"for count=1, 2, 3, 4, 5, 6, \.\.\., 39: give one of these$"):
-        signature.choose({"x": floats(*range(40))}, no_gpu)
+        signature.serve_at_once([floats(*range(40))])
 
 
 # --- on the command line
@@ -202,18 +197,3 @@ def test_traces_and_graphs_have_every_program(nimblec: CommandLine, kept: Path, 
     for file in ("trace.json", "graph.dot"):
         text = (tmp_path / file).read_text()
         assert all(program.name in text for program in keeping().programs)
-
-
-def test_the_short_way_of_a_call_is_for_arrays_that_fit_the_one_program_and_nothing_else() -> None:
-    entries = plans.several_entries().entries
-    (tail,) = entries["tail"]
-    signature, (tensor,) = Signature("tail", [tail]), tail.inputs
-    fitting = np.zeros(tensor.shape, tensor.dtype)
-    (found,) = signature.plain({tensor.name: fitting}) or ()
-    assert found is fitting
-    masked = np.ma.MaskedArray(fitting)
-    others: list[Any] = [fitting.astype(np.float64), fitting[:0], masked, fitting.tolist(), None]
-    assert all(signature.plain({tensor.name: other}) is None for other in others)
-    wrong: list[Any] = [{"other": fitting}, {}, {tensor.name: fitting, "other": fitting}, [fitting], None]
-    assert all(signature.plain(arrays) is None for arrays in wrong)
-    assert Signature("main", entries["main"]).plain({t.name: fitting for t in entries["main"][0].inputs}) is None

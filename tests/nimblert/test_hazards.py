@@ -14,9 +14,8 @@ from nimblec.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
+from nimblert.check.hazards import hazards
 from nimblert.cuda.edges import edges
-from nimblert.ordering.hazards import hazards
-from nimblert.ordering.pieces import reads, writes
 from nimblert.plan import (
     Access,
     Command,
@@ -32,6 +31,7 @@ from nimblert.plan import (
     Tensor,
     Wait,
 )
+from nimblert.plan.pieces import reads, writes
 
 FORK = dataflow((), (0,), (0,), (1, 2))
 

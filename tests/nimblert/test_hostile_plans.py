@@ -29,10 +29,9 @@ from fuzz import wrapped
 from nimblec import cli
 from nimblec.errors import UnsupportedModelError
 from nimblec.plan import encoder
-from nimblert.embedded import onnx_trust
-from nimblert.embedded.onnx_model import Attribute
-from nimblert.embedded.onnx_trust import Call
-from nimblert.limits import Limits
+from nimblert.check import onnx_trust, verify
+from nimblert.check.onnx_model import Attribute
+from nimblert.check.onnx_trust import Call
 from nimblert.plan import (
     Fit,
     Memset,
@@ -44,7 +43,7 @@ from nimblert.plan import (
     Role,
     Tensor,
 )
-from nimblert.rules import verify
+from nimblert.plan.limits import Limits
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from nimblert.embedded import in_place
-from nimblert.embedded.onnx_model import Node
+from nimblert.check import in_place
+from nimblert.check.onnx_model import Node
 
 ROWS = 64
 ELEMENT_TYPES = {

@@ -19,9 +19,9 @@ import pytest
 from sized_plans import sized
 
 from nimblec.plan import encoder
+from nimblert.check.reading import parse_plan
 from nimblert.errors import PlanError
-from nimblert.files import container, schema
-from nimblert.plan import Plan
+from nimblert.plan import Plan, container, schema
 
 FILES = {
     "cuda": encoder.encode_file(plans.cuda_plan()),
@@ -34,11 +34,11 @@ EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for d
 
 
 def parse(file: bytes) -> Plan:
-    """What `container.read` does to a file's bytes, without the file."""
+    """What `read_plan` does to a file's bytes, without the file."""
     image = memoryview(file)
     container.check_frame(image, "file")
     container.verify_digest(image, "file")
-    return container.parse(image, "file")
+    return parse_plan(image, "file")
 
 
 def flatbuffer_nbytes(file: bytes) -> int:

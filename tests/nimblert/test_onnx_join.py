@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_plans import assert_same, floats, plan_file, write_model
+from cpu_plans import assert_same, backend_of, floats, plan_file, write_model
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 import nimblert
-from nimblert.cpu.backend import CpuBackend
+from nimblert.check.onnx_model import read_model
+from nimblert.check.onnx_model import write_model as written
+from nimblert.check.protobuf import Budget
 from nimblert.cpu.host_memory import HostWeights
 from nimblert.cpu.onnx_session import SessionCache, Stretch
-from nimblert.embedded.onnx_model import read_model
-from nimblert.embedded.onnx_model import write_model as written
-from nimblert.embedded.protobuf import Budget
 from nimblert.errors import InputError
 from nimblert.plan import Access, Launch, Plan, Pointer, Region, Relocation, Weight
 
@@ -176,7 +175,7 @@ def test_a_value_that_has_another_shape_than_the_plan_says_ends_the_run(tmp_path
 def test_streams_are_joined_each_by_itself(tmp_path: Path) -> None:
     plan = planned(tmp_path, BRANCHES, ["y"], streams=None)
     assert plan.programs[0].stream_count == 2
-    backend = CpuBackend(plan, plan.programs[0])
+    backend = backend_of(plan)
     assert len(backend._sessions) < 5
     backend.close()
 

@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from nimblec.cpu import kernels
 from nimblec.cpu.constants import TensorType
 from nimblert._generated.onnx_operators import OPERATORS
-from nimblert.embedded import onnx_model, onnx_operators, onnx_trust
+from nimblert.check import onnx_model, onnx_operators, onnx_trust
 
 SCRIPT = runpy.run_path(str(Path(__file__).resolve().parents[2] / "schema" / "onnx_operators.py"))
 NOT_ONNX = {"Affine", "Crop", "DynamicSlice", "ImageScaler", "ParametricSoftplus", "Scale", "ScaledTanh"}

@@ -19,8 +19,8 @@ import nimblert
 from nimblec.plan import encoder
 from nimblec.refit.programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, Executable, ExecutablePool, InputError, load_pool
+from nimblert.check.state_rules import keeps_state
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
-from nimblert.rules.state_rules import keeps_state
 
 pytest_plugins = ("gpu_memory",)
 
@@ -237,10 +237,9 @@ def test_pool_close_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
     x = drawn(1, SHAPE)
     pool = load_pool(copying(SHAPE, (0, 1)))
     with ThreadPoolExecutor(1) as threads:
-        turn = pool.executables[0]._turn
-        with turn.owner, turn.lock:  # as within a call
+        with pool.executables[0]._lock:  # as within a call
             closing = threads.submit(pool.close)
-            until(lambda: pool.executables[-1]._turn.closed or len(pool.devices) == 1)
+            until(lambda: pool.executables[-1]._lock.closed is not None or len(pool.devices) == 1)
             assert not closing.done()
         closing.result(20)
     with pytest.raises(InputError, match="closed"):
@@ -262,7 +261,7 @@ def test_pool_close_closes_all_whatever_one_raises(tmp_path: Path, fails: int, m
     monkeypatch.setattr(Executable, "close", failing)
     with pytest.raises(CudaError, match="cuMemFree"):
         pool.close()
-    assert all(executable._turn.closed for executable in pool.executables)
+    assert all(executable._lock.closed is not None for executable in pool.executables)
 
 
 @on_host

@@ -6,8 +6,8 @@ import plans
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from nimblert.embedded.onnx_model import read_model
-from nimblert.embedded.protobuf import Budget
+from nimblert.check.onnx_model import read_model
+from nimblert.check.protobuf import Budget
 from nimblert.errors import PlanFormatError
 
 FIELDS = 1 << 16

@@ -1,11 +1,7 @@
 """Weights replaced in a loaded plan: in place, all or none, equal bit for bit to a fresh compile."""
 
-import os
-import signal
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +17,9 @@ from onnx import helper
 import nimblec
 import nimblert
 from nimblert import Executable
-from nimblert.calls.backend import Backends
-from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.onnx_session import SessionCache
 from nimblert.errors import InputError
-from nimblert.files.safetensors import Arrays
-from nimblert.interpreter import copied
 
 WIDTH = 64
 node = helper.make_node
@@ -124,58 +117,37 @@ def test_arrays_are_copied_in_any_layout(model: Executable) -> None:
 
 def test_replay_and_contexts_see_the_new_weights(model: Executable) -> None:
     context = model.context()
-    inputs = [one.backend.inputs[0] for one in (model, context)]
+    inputs = [one._backends[one.program.name].inputs[0] for one in (model, context)]
     old = model.run(INPUTS)["y"]
     assert np.array_equal(context.run(INPUTS)["y"], old)
     model.refit(weights(5))
     model.replay()
-    new = model.backend.outputs[0].copy()
+    new = model._backends[model.program.name].outputs[0].copy()
     assert not np.array_equal(new, old)
     context.replay()
-    for found in (context.backend.outputs[0], context.run(INPUTS)["y"], model.context().run(INPUTS)["y"]):
+    replayed = context._backends[context.program.name].outputs[0]
+    for found in (replayed, context.run(INPUTS)["y"], model.context().run(INPUTS)["y"]):
         assert np.array_equal(found, new)
     for one, memory in zip((model, context), inputs, strict=True):
-        assert np.shares_memory(one.backend.inputs[0], memory)
+        assert np.shares_memory(one._backends[one.program.name].inputs[0], memory)
 
 
 def test_a_refit_takes_hundreds_of_contexts() -> None:
     with nimblert.load(keeping()) as model:
         contexts = [model.context() for _ in range(400)]
-        before = [context._turn.state for context in contexts]
         model.refit({})
-        assert all(context._turn.state is not state for context, state in zip(contexts, before, strict=True))
-
-
-def test_a_refit_of_more_contexts_than_the_stack_has_frames_for_is_refused() -> None:
-    with nimblert.load(keeping()) as model:
-        contexts = [model.context() for _ in range(sys.getrecursionlimit())]
-        before = [context._turn.waits for context in contexts]
-        with pytest.raises(InputError, match=rf"^{len(contexts)} contexts are too many to wait for at a time"):
-            model.refit({})
-        assert [context._turn.waits for context in contexts] == before
-        assert not any(context._turn.lock.locked() for context in contexts)
-
-
-def test_contexts_are_copied_near_the_end_of_the_stack() -> None:
-    contexts = weakref.WeakSet([model := nimblert.load(keeping())])
-
-    def deep() -> None:
-        copied(contexts)
-        deep()
-
-    with model, pytest.raises(RecursionError):
-        deep()
+        assert all(context._lock.closed is None for context in contexts)
 
 
 def test_sessions_over_other_weights_stay(plan: Path) -> None:
     with nimblert.load(plan) as model:
-        resident = model._resident
-        assert isinstance(resident, CpuResident)
-        before = dict(resident.sessions._sessions)
+        loaded = model._loaded
+        assert isinstance(loaded, CpuLoaded)
+        before = dict(loaded.sessions._sessions)
         model.refit({})
-        assert resident.sessions._sessions == before
+        assert loaded.sessions._sessions == before
         model.refit(weights(5))
-        assert not set(map(id, resident.sessions._sessions.values())) & set(map(id, before.values()))
+        assert not set(map(id, loaded.sessions._sessions.values())) & set(map(id, before.values()))
 
 
 @pytest.mark.parametrize(
@@ -200,17 +172,17 @@ def test_a_refit_that_fails_midway_changes_nothing(model: Executable, monkeypatc
     """The second of two contexts cannot be renewed."""
     context = model.context()
     before = model.run(INPUTS)["y"]
-    renewed: Callable[..., CpuBackend] = CpuBackend.renewed
+    over: Callable[..., CpuBackend] = CpuBackend.over
     calls: list[CpuBackend] = []
 
-    def failing(backend: CpuBackend, resident: CpuResident) -> CpuBackend:
+    def failing(backend: CpuBackend, loaded: CpuLoaded) -> CpuBackend:
         if calls:
-            raise MemoryError
-        calls.append(renewed(backend, resident))
+            raise InputError("no thread can be started")
+        calls.append(over(backend, loaded))
         return calls[0]
 
-    monkeypatch.setattr(CpuBackend, "renewed", failing)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(CpuBackend, "over", failing)
+    with pytest.raises(InputError, match="no thread"):
         model.refit(weights(5))
     assert not calls[0].inputs  # it is closed
     for one in (model, context):
@@ -260,39 +232,17 @@ def test_a_run_is_of_the_old_weights_or_of_the_new_ones(model: Executable) -> No
     assert all(sum(column) for column in zip(*counts, strict=True))
 
 
-def test_an_interrupt_within_the_change_comes_once_every_context_has_it(
-    model: Executable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contexts = [model, model.context(), model.context()]
-    model.refit(weights(5))
-    expected = model.run(INPUTS)["y"]
-    model.refit(weights(0))
-    assert not any(np.array_equal(context.run(INPUTS)["y"], expected) for context in contexts)
-
-    def interrupting(backends: Backends, renewed: Mapping[str, Any]) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.05)
-        for name, backend in renewed.items():
-            backends[name] = backend
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Backends, "update", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            model.refit(weights(5))
-    assert all(np.array_equal(context.run(INPUTS)["y"], expected) for context in contexts)
-
-
 def test_a_replay_costs_what_it_did(model: Executable) -> None:
     """The same sessions, bindings and memory stand behind a run: nothing of the refit is left in its way."""
     model.refit(weights(5))
-    backend = model.backend
+    backend = model._backends[model.program.name]
     assert isinstance(backend, CpuBackend)
-    sessions = model._resident.sessions
+    sessions = model._loaded.sessions
     assert isinstance(sessions, SessionCache)
     model.run(INPUTS)
     count = len(sessions)
     model.run(INPUTS)
-    assert model.backend is backend
+    assert model._backends[model.program.name] is backend
     assert len(sessions) == count
 
 
@@ -309,20 +259,6 @@ def test_a_safetensors_file(model: Executable, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="weight 'more': not one of the 3"):
         model.refit(tmp_path / "more.safetensors")
     assert np.array_equal(model.run(INPUTS)["y"], expected)
-
-
-def test_an_error_of_a_signal_handler_is_none_of_the_file(
-    model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numpy_files = pytest.importorskip("safetensors.numpy", reason="needs safetensors: not installed")
-    numpy_files.save_file(weights(5), tmp_path / "new.safetensors")
-
-    def interrupted(_: object) -> None:
-        raise TimeoutError("alarm")
-
-    monkeypatch.setattr(Arrays, "__iter__", interrupted)
-    with pytest.raises(TimeoutError, match="alarm"):
-        model.refit(tmp_path / "new.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", bytes(100), b"\xff" * 16, None])

@@ -14,8 +14,7 @@ from subprocesses import python
 
 from nimblec.processes import environment
 from nimblert.errors import NimbleError
-from nimblert.files.replacing import replacing
-from nimblert.files.scratch import scratch_folder
+from nimblert.plan.files import replacing, scratch_folder
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -43,25 +42,6 @@ def test_the_old_file_stays_where_writing_fails(tmp_path: Path, error: BaseExcep
         write_and_fail(path, error)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_error_of_a_signal_handler_is_none_of_the_file(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="alarm"):
-        write_and_fail(tmp_path / "file", TimeoutError("alarm"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_error_of_a_signal_handler_ends_a_look_for_abandoned_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / ".nimblec-theirs").mkdir()
-
-    def lstat(path: Path) -> None:
-        raise TimeoutError(path.name)
-
-    monkeypatch.setattr(Path, "lstat", lstat)
-    with pytest.raises(TimeoutError, match=r"^\.nimblec-theirs$"), scratch_folder(tmp_path):
-        pass
 
 
 def special_files(folder: Path) -> dict[str, Path]:
@@ -114,8 +94,8 @@ def test_something_that_took_the_place_meanwhile_stays(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nimblert.files.replacing import replacing
-from nimblert.files.scratch import scratch_folder
+from nimblert.plan.files import replacing
+from nimblert.plan.files import scratch_folder
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
@@ -171,7 +151,7 @@ import atexit, sys, threading
 from pathlib import Path
 folder = Path(sys.argv[1])
 atexit.register(lambda: print([path.name for path in folder.glob(".nimblec-*/theirs")]))  # after all other such calls
-from nimblert.files.scratch import scratch_folder
+from nimblert.plan.files import scratch_folder
 began = threading.Event()
 
 def use():

@@ -14,9 +14,9 @@ from replan import graph_of, producer, replanned, without
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import maximal, serial
 from nimblert import golden
-from nimblert.ordering.hazards import hazards
+from nimblert.check import verify
+from nimblert.check.hazards import hazards
 from nimblert.plan import Launch, Memcpy, Memset, Plan, Wait
-from nimblert.rules import verify
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ from sized_plans import sized
 
 import nimblert
 from nimblec.plan import encoder
-from nimblert.arrays import padding
+from nimblert.arrays import layouts
 from nimblert.calls.sizes import Sizes
-from nimblert.cpu.backend import CpuBackend, CpuResident
+from nimblert.check import verify
+from nimblert.check.reading import read_plan
+from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import InputError
 from nimblert.executable import Executable
-from nimblert.files import container
 from nimblert.plan import Fit, Memset, Plan, Pointer, Program, Region, Target, Tensor
-from nimblert.rules import verify
 
 SIZES = (2, 4, 8)
 
@@ -192,7 +192,7 @@ def test_what_lies_beyond_a_call_is_filled(sample_range: tuple[int, int] | None,
 def test_the_rest_of_a_view_is_filled_and_nothing_else(shape: tuple[int, ...]) -> None:
     tensor = np.full((3, 5, 4)[: len(shape)], -1, np.int32)
     array = np.arange(1, 1 + np.prod(shape), dtype=np.int32).reshape(shape)
-    padding.place(tensor, array, 7)
+    layouts.place(tensor, array, 7)
     expected = np.full_like(tensor, 7)
     expected[tuple(map(slice, shape))] = array
     np.testing.assert_array_equal(tensor, expected)
@@ -250,13 +250,13 @@ def test_one_program_alone_serves_its_size_alone() -> None:
 
 def test_programs_are_loaded_when_they_are_called_or_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
-    backend = CpuResident.backend
+    backend = CpuLoaded.backend
 
-    def noted(self: CpuResident, program: Program, working: HostWorking, *, poison: bool) -> CpuBackend:
+    def noted(self: CpuLoaded, program: Program, working: HostWorking, *, poison: bool) -> CpuBackend:
         loaded.append(dict(program.profile)["rows"])
         return backend(self, program, working, poison=poison)
 
-    monkeypatch.setattr(CpuResident, "backend", noted)
+    monkeypatch.setattr(CpuLoaded, "backend", noted)
     with nimblert.load(sized(*SIZES)) as executable:
         executable.run(drawn(7))
         assert loaded == [2, 8]
@@ -269,7 +269,7 @@ def test_programs_are_loaded_when_they_are_called_or_all_at_once(monkeypatch: py
 
 def test_fits_are_kept_in_the_file() -> None:
     plan = sized(*SIZES, fit=Fit.PADDED)
-    assert container.read(encoder.encode_file(plan)) == plan
+    assert read_plan(encoder.encode_file(plan)) == plan
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -332,8 +332,8 @@ def test_only_inputs_are_masks() -> None:
 
 def test_a_mask_is_padded_with_0_whatever_numbers_it_was_seen_to_have() -> None:
     tensor = sized(2, sample_range=(5, 9)).programs[0].inputs[0]
-    assert padding.filling(tensor) == 5
-    assert padding.filling(replace(tensor, mask=True)) == 0
+    assert layouts.filling(tensor) == 5
+    assert layouts.filling(replace(tensor, mask=True)) == 0
 
 
 def test_a_size_of_nothing_serves_nothing_else() -> None:

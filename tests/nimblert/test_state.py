@@ -16,11 +16,11 @@ from kept_state import keeping
 
 import nimblert
 from nimblec.plan import encoder
+from nimblert.calls import safetensors
+from nimblert.check import verify
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
-from nimblert.files import safetensors
 from nimblert.plan import ITEM_NBYTES, Memcpy, Memset, Weight
-from nimblert.rules import verify
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from nimblec.plan import encoder
 from nimblec.verify import verification
 from nimblec.verify.verification import Result
 from nimblert import golden
+from nimblert.check import hazards, verify
+from nimblert.check.reading import read_plan
 from nimblert.cuda.graph import relocate
-from nimblert.files import container
-from nimblert.ordering import hazards
 from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait
-from nimblert.rules import verify
 
 if TYPE_CHECKING:
     from command_line import CommandLine
@@ -43,7 +42,7 @@ class FakeMemory:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return container.read(PATH)
+    return read_plan(PATH)
 
 
 def launches(plan: Plan) -> list[Launch]:
@@ -93,7 +92,7 @@ def test_the_file_is_small_and_names_no_path() -> None:
 def test_written_and_read_again_it_is_the_same_plan(plan: Plan, tmp_path: Path) -> None:
     again = tmp_path / "again.plan"
     encoder.write(plan, again)  # in the newest schema
-    assert container.read(again) == plan
+    assert read_plan(again) == plan
 
 
 def test_its_checks_pass_and_the_run_is_left_out_where_no_gpu_is(missing_gpu: str | None) -> None:

@@ -8,9 +8,9 @@ import pytest
 from programs import planned, with_program
 
 from nimblert.calls.entries import Signature
-from nimblert.dimensions import Shape
 from nimblert.errors import InputError
 from nimblert.plan import Fit, Program, Region, Tensor
+from nimblert.plan.dimensions import Shape
 
 SEQUENCES = (8, 16, 32, 64, 128)
 BATCHES = (1, 4)

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 import nimblec
 import nimblert
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Target
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_the_versions_here_are_supported() -> None:
 
 def test_the_cuda_plans_here_hold_kernels_of_nimblec_alone() -> None:
     """Those of libraries fall under their licences."""
-    plans = map(container.read, sorted((ROOT / "tests" / "data").glob("*.plan")))
+    plans = map(read_plan, sorted((ROOT / "tests" / "data").glob("*.plan")))
     symbols = {kernel.symbol for plan in plans if plan.target is Target.CUDA for kernel in plan.kernels}
     assert {name for name in symbols if not name.startswith("triton_")} == {"_Z5scalePfS_S_i", "_Z3addPfS_", "relu"}
 

@@ -16,7 +16,7 @@ from serving import Shop, answered, command, infer, request, stocked
 from subprocesses import ROOT
 
 from nimblec.plan import encoder
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 
 URL = "http://127.0.0.1:8000/v2/models/digits"
 pytestmark = pytest.mark.timeout(400)
@@ -158,14 +158,14 @@ def test_what_cannot_be_served_is_a_sentence(shop: Shop, given: str, sentence: s
 
 def with_entries(shop: Shop, *names: str) -> None:
     """Write entries.plan: the digits, whose first programs are entries of these names."""
-    plan = container.read(shop.folder / "digits.plan")
+    plan = read_plan(shop.folder / "digits.plan")
     programs = tuple(replace(program, entry=name, fits=()) for program, name in zip(plan.programs, names, strict=False))
     encoder.write(replace(plan, programs=programs), shop.folder / "entries.plan")
 
 
 def without_rows(shop: Shop) -> None:
     """Write flat.plan, whose first dimension differs between inputs and outputs."""
-    plan = container.read(shop.folder / "digits.plan")
+    plan = read_plan(shop.folder / "digits.plan")
     (image,) = plan.programs[0].inputs
     flat = replace(image, shape=(8, 8), strides=(8, 1))
     program = replace(plan.programs[0], inputs=(flat,), profile=(), fits=())

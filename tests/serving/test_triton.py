@@ -16,7 +16,7 @@ from subprocesses import ROOT
 
 import nimblec
 import nimblert
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_end_gives_the_plan_back(model: Any) -> None:
 def test_a_plan_that_takes_no_sizes_between_its_own_is_refused_at_load(
     repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = container.read(repository / "digits" / "1" / "model.plan")
+    plan = read_plan(repository / "digits" / "1" / "model.plan")
     exact = nimblert.load(replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs)))
     monkeypatch.setattr(nimblert, "load", lambda *_, **__: exact)
     with exact, pytest.raises(stand_in.TritonModelException, match="the plan's batch cannot be padded and split"):
@@ -137,7 +137,7 @@ def test_a_plan_of_one_row_is_not_given_several(made: Any, monkeypatch: pytest.M
 
 def test_the_configuration_is_of_the_plan(repository: Path) -> None:
     text = (repository / "digits" / "config.pbtxt").read_text()
-    plan = container.read(repository / "digits" / "1" / "model.plan")
+    plan = read_plan(repository / "digits" / "1" / "model.plan")
     types = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
     found = re.findall(r'name: "(\w+)", data_type: (\w+), dims: \[ ([\d, ]*) \]', text)
     program = plan.programs[0]

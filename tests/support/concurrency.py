@@ -2,16 +2,12 @@
 
 import gc
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from nimblert.context import Context
 
 
 def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
@@ -24,28 +20,6 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(begin, range(count)))
-
-
-@contextmanager
-def interrupting(context: Context) -> Iterator[None]:
-    """A run of another thread in the context, until the block ends; SIGINT comes once somebody waits for that run."""
-    begun, release = threading.Event(), threading.Event()
-
-    def run() -> None:
-        with context._turn.owner, context._turn.lock:
-            context._turn.waits = False
-            begun.set()
-            while not context._turn.waits:
-                time.sleep(1e-3)
-            os.kill(os.getpid(), signal.SIGINT)
-            assert release.wait(20)
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
-        assert begun.wait(20)
-        yield
-        release.set()
-        running.result(20)
 
 
 def compilations() -> int:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nimblec.plan import encoder
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
-from nimblert.cpu.backend import CpuBackend
+from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.plan import Device, Plan, Target
 
 Value = tuple[str, int, Sequence[Any] | None]
@@ -76,16 +77,19 @@ def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | Non
     )
 
 
+def backend_of(plan: Plan, *, poison: bool = False) -> CpuBackend:
+    """Load the first program of a plan, in memory of its own."""
+    loaded = CpuLoaded(plan)
+    return loaded.backend(plan.programs[0], loaded.working(poison=poison), poison=poison)
+
+
 def run_plan(plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Outputs of a run in poisoned memory."""
-    backend = CpuBackend(plan, plan.programs[0], poison=True)
-    try:
+    with closing(backend_of(plan, poison=True)) as backend:
         for tensor, view in zip(plan.programs[0].inputs, backend.inputs, strict=True):
             np.copyto(view, inputs[tensor.name])
         backend.run()
         return [view.copy() for view in backend.outputs]
-    finally:
-        backend.close()
 
 
 def run_onnxruntime(path: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:

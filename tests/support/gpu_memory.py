@@ -22,11 +22,11 @@ _HOST = 1
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
     """A function that makes a tensor on the GPU, or on the CPU as a stand-in."""
     if request.param == "gpu":
-        return lambda array: torch.from_numpy(array).cuda()
+        return lambda array: torch.from_numpy(array.copy(order="K")).cuda()
     host = HostDriver(devices=2)
     monkeypatch.setattr(driver, "bindings", lambda: host)
     monkeypatch.setattr(dlpack, "CUDA", _HOST)
-    return lambda array: torch.from_numpy(array.copy())
+    return lambda array: torch.from_numpy(array.copy(order="K"))
 
 
 @pytest.fixture
@@ -36,15 +36,6 @@ def host(put: object) -> HostDriver:
     found = driver.bindings()
     assert isinstance(found, HostDriver)
     return found
-
-
-@pytest.fixture
-def patient(put: object) -> None:
-    """Uploads wait for the host longer than any test takes."""
-    del put
-    found = driver.bindings()
-    if isinstance(found, HostDriver):
-        found.patience_s = 20.0
 
 
 @pytest.fixture(params=ORDERS)

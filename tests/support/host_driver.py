@@ -1,19 +1,17 @@
-"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of nimblert.
+"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
 
-Work on a stream is done immediately, with two exceptions. Graphs with uploads that have the patience to wait for the
-host run in a thread, until the stream is waited for. Copies from pageable memory and fills, which CUDA puts on the
-default stream, are done once something waits for that, at the latest. Kernels of plans do not run. Freed memory is
-filled with 0xDD until its address is used again, so that reading it by mistake shows.
+Work on a stream is done immediately, but for copies from pageable memory and fills, which CUDA puts on the default
+stream: they are done when something waits for that stream, or uses it. Other kernels do not run. Freed memory is filled
+with 0xDD until its address is used again, so that a read of it by mistake shows.
 """
 
 import ctypes
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +51,6 @@ _NEED_MEMORY = (
     "cuStreamCreate",
 )
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
-_UPLOAD = struct.Struct("<QQQQQIIIII")
-_ELSEWHERE = 1 << 31
-_UPLOADING = 0
-"""The function of early.cu; those of layout.cu are the bytes of an element."""
 
 
 @dataclass(eq=False)
@@ -75,7 +69,6 @@ class _Graph:
 
     nodes: dict[_Handle, list[Callable[[], object]]] = field(default_factory=dict)
     before: dict[_Handle, set[_Handle]] = field(default_factory=dict)
-    events: list[_Handle] = field(default_factory=list)
 
     def work(self) -> list[Callable[[], object]]:
         """The work in an order that the edges allow, of which nodes added last come first where they can."""
@@ -87,23 +80,19 @@ class _Graph:
         return [work for node in done for work in self.nodes[node]]
 
 
-@dataclass(eq=False)
-class _Executable:
-    work: list[Callable[[], object]]
-    events: list[_Handle]
-
-
 class HostDriver:
     """A substitute for the module ``cuda.bindings.driver``, with its types and enumerations.
 
-    ``calls`` counts the functions called, by name. ``allocated`` are the bytes at each address in use. ``waits`` are
-    pairs of streams of which the first waits for the second.
+    ``calls`` counts the functions called, by name. ``allocated`` are the bytes at each address in use, ``live`` the
+    numbers of graphs, executable graphs, streams and events. ``waits`` are pairs of streams of which the first waits
+    for the second.
     """
 
     def __init__(self, devices: int = 1) -> None:
         self.devices = devices
         self.calls: dict[str, int] = {}
         self.allocated: dict[int, np.ndarray] = {}
+        self.live: Counter[str] = Counter()
         self.waits: list[tuple[int, int]] = []
         self.copies: list[int] = []
         """The stream of each copy that was enqueued, and of each gather."""
@@ -117,11 +106,6 @@ class HostDriver:
         """Whether every call is refused, as after a kernel that failed."""
         self.references: Counter[int] = Counter()
         """Of the primary context of each device."""
-        self.patience_s = 0.0
-        """How long uploads wait for the host."""
-        self.late = 0
-        """How many parts were not uploaded."""
-        self._running: dict[int, threading.Thread] = {}
         self._on_default: list[Callable[[], object]] = []
         self._counting = threading.Lock()
         self._thread = threading.local()
@@ -270,26 +254,18 @@ class HostDriver:
     def _cuMemsetD8(self, to: int, value: int, count: int) -> None:
         self._on_default.append(partial(ctypes.memset, to, value, count))
 
-    def _cuMemsetD8Async(self, to: int, value: int, count: int, stream: Any) -> None:
-        self._cuStreamSynchronize(stream)
-        ctypes.memset(to, value, count)
-
     def _fill_rows(self, to: int, pitch: int, value: int, width: int, height: int, itemsize: int) -> None:
         row = np.full(width, value, f"u{itemsize}").tobytes()
         for index in range(height):
             ctypes.memmove(to + index * pitch, row, len(row))
 
-    def _cuMemsetD2D8Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
+    def _memset(self, itemsize: int, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
         self._cuStreamSynchronize(stream)
-        self._fill_rows(to, pitch, value, width, height, 1)
+        self._fill_rows(to, pitch, value, width, height, itemsize)
 
-    def _cuMemsetD2D16Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
-        self._cuStreamSynchronize(stream)
-        self._fill_rows(to, pitch, value, width, height, 2)
-
-    def _cuMemsetD2D32Async(self, to: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
-        self._cuStreamSynchronize(stream)
-        self._fill_rows(to, pitch, value, width, height, 4)
+    _cuMemsetD2D8Async = partialmethod(_memset, 1)
+    _cuMemsetD2D16Async = partialmethod(_memset, 2)
+    _cuMemsetD2D32Async = partialmethod(_memset, 4)
 
     def _cuMemcpy2DAsync(self, rows: Any, stream: Any) -> None:
         self._cuStreamSynchronize(stream)
@@ -299,23 +275,19 @@ class HostDriver:
 
     # Streams and events
 
-    def _cuStreamCreate(self, flags: Any) -> _Handle:
+    def _create(self, kind: str, flags: Any) -> _Handle:
         del flags
+        self.live[kind] += 1
         return self._handle()
 
-    def _cuEventCreate(self, flags: int) -> _Handle:
-        del flags
-        return self._handle()
-
-    def _destroy(self, handle: _Handle) -> None:
+    def _destroy(self, kind: str, handle: _Handle) -> None:
+        self.live[kind] -= 1
         self._destroyed.add(int(handle))
 
-    _cuStreamDestroy = _cuEventDestroy = _destroy
+    _cuStreamCreate, _cuStreamDestroy = partialmethod(_create, "stream"), partialmethod(_destroy, "stream")
+    _cuEventCreate, _cuEventDestroy = partialmethod(_create, "event"), partialmethod(_destroy, "event")
 
     def _cuStreamSynchronize(self, stream: Any) -> None:
-        running = self._running.pop(int(stream), None)
-        if running is not None:
-            running.join()
         if not int(stream):
             with self._counting:
                 while self._on_default:
@@ -343,9 +315,12 @@ class HostDriver:
 
     def _cuGraphCreate(self, flags: int) -> _Graph:
         del flags
+        self.live["graph"] += 1
         return _Graph()
 
-    def _cuGraphDestroy(self, graph: _Graph) -> None: ...
+    def _cuGraphDestroy(self, graph: _Graph) -> None:
+        del graph
+        self.live["graph"] -= 1
 
     def _cuGraphAddMemcpyNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
@@ -359,7 +334,7 @@ class HostDriver:
 
     def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
         del before, count
-        return self._node(graph, self._kernel(int(params.func), params.extra))
+        return self._node(graph, self._gather(int(params.func), params.extra))
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
@@ -367,10 +342,8 @@ class HostDriver:
         return self._node(graph, partial(self._fill_rows, int(params.dst), params.pitch, *pattern))
 
     def _cuGraphAddEventRecordNode(self, graph: _Graph, before: Any, count: int, event: _Handle) -> _Handle:
-        node = self._node(graph)
-        graph.events.append(event)
-        graph.before[node] = set(before[:count] if before else ())
-        return node
+        del before, count, event
+        return self._node(graph)
 
     def _node(self, graph: _Graph, *work: Callable[[], object]) -> _Handle:
         node = self._handle()
@@ -384,29 +357,23 @@ class HostDriver:
         for source, node in zip(before, after, strict=True):
             graph.before.setdefault(node, set()).add(source)
 
-    def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> _Executable:
+    def _cuGraphInstantiate(self, graph: _Graph, flags: int) -> list[Callable[[], object]]:
         del flags
-        return _Executable(graph.work(), graph.events)
+        self.live["executable graph"] += 1
+        return graph.work()
 
-    def _cuGraphExecDestroy(self, graph: _Executable) -> None: ...
+    def _cuGraphExecDestroy(self, graph: object) -> None:
+        del graph
+        self.live["executable graph"] -= 1
 
-    def _cuGraphUpload(self, graph: _Executable, stream: Any) -> None: ...
+    def _cuGraphUpload(self, graph: object, stream: Any) -> None: ...
 
-    def _cuGraphLaunch(self, graph: _Executable, stream: Any) -> None:
-        def run() -> None:
-            for work in graph.work:
-                work()
-
+    def _cuGraphLaunch(self, graph: Sequence[Callable[[], object]], stream: Any) -> None:
         self._cuStreamSynchronize(stream)
-        for event in graph.events:
-            self._cuEventRecord(event, stream)
-        if self.patience_s and any(getattr(work, "func", None) == self._upload for work in graph.work):
-            self._running[int(stream)] = thread = threading.Thread(target=run)
-            thread.start()
-        else:
-            run()
+        for work in graph:
+            work()
 
-    # The kernels of layout.cu and early.cu
+    # The kernels of layout.cu, whose functions are the bytes of an element
 
     def _cuModuleLoadData(self, code: Any) -> _Handle:
         del code
@@ -416,52 +383,21 @@ class HostDriver:
 
     def _cuModuleGetFunction(self, module: _Handle, name: bytes) -> int:
         del module
-        return _UPLOADING if name == b"upload" else int(name.removeprefix(b"gather_"))
+        return int(name.removeprefix(b"gather_"))
 
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> Any:
         if not rest[0]:  # blocks
             return (_INVALID,)
         self._cuStreamSynchronize(rest[-3])
         self.copies.append(int(rest[-3]))
-        self._kernel(itemsize, rest[-1])()
+        self._gather(itemsize, rest[-1])()
         return None
 
-    def _kernel(self, function: int, packed: int) -> Callable[[], None]:
+    @staticmethod
+    def _gather(itemsize: int, packed: int) -> Callable[[], None]:
+        """Gather elements of ``itemsize`` bytes, as layout.cu does."""
         extra = (ctypes.c_uint64 * 5).from_address(packed)
         parameters = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
-        if function == _UPLOADING:
-            return partial(self._upload, *_UPLOAD.unpack(parameters))
-        return self._gather(function, parameters)
-
-    def _upload(
-        self,
-        to: int,
-        staged: int,
-        words: int,
-        source: int,
-        progress: int,
-        nbytes: int,
-        part_nbytes: int,
-        first: int,
-        *_: int,
-    ) -> None:
-        """Copy the parts that the host fills in time, as early.cu does."""
-        assert ctypes.c_uint64.from_address(progress).value == 0
-        word, late = (ctypes.c_uint32.from_address(words + offset) for offset in (0, 4))
-        end = time.monotonic() + self.patience_s
-        for part, start in enumerate(range(0, nbytes, part_nbytes), first):
-            while word.value & ~_ELSEWHERE <= part and time.monotonic() < end:
-                time.sleep(0)
-            if word.value & ~_ELSEWHERE > part:
-                begin = ctypes.c_uint64.from_address(source).value if word.value & _ELSEWHERE else staged
-                ctypes.memmove(to + start, begin + start, min(part_nbytes, nbytes - start))
-            else:
-                late.value = 1
-                self.late += 1
-
-    @staticmethod
-    def _gather(itemsize: int, parameters: bytes) -> Callable[[], None]:
-        """Gather elements of ``itemsize`` bytes, as layout.cu does."""
         to, source, count, rank, *axes = _GATHER.unpack(parameters)
         sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]
         assert np.prod(sizes) == count

@@ -14,8 +14,8 @@ from subprocesses import python
 
 from fuzz import wrapped
 from nimblec.plan import encoder
+from nimblert.check.reading import parse_plan
 from nimblert.errors import PlanInvalidError
-from nimblert.files import container
 from nimblert.plan import Access, Launch, Memset, Module, Plan, Pointer, Region
 
 node = helper.make_node
@@ -102,7 +102,7 @@ def refusal(plan: Plan) -> str:
     """Return what reading the file of the plan says."""
     image = memoryview(encoder.encode_file(plan))
     with pytest.raises(PlanInvalidError) as caught:
-        container.parse(image, "file")
+        parse_plan(image, "file")
     return "; ".join(caught.value.problems)
 
 

@@ -4,27 +4,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nimblert import InputError
-from nimblert.calls.turn import Turn
+from nimblert import Context, InputError
 
-WITHIN = "is at work in this thread, which a signal handler or a finalizer has interrupted"
+WITHIN = "is at work in this thread: do this when the call has returned"
 
 
-def interrupted(turn: Turn, call: Callable[[], Any], action: Callable[[], object]) -> tuple[Any, str]:
-    """What a call gives, and the message of the error that ``action`` raises in the midst of it."""
+def interrupted(context: Context, call: Callable[[], Any], action: Callable[[], object]) -> tuple[Any, str]:
+    """Return what a call gives, and the message of the error that ``action`` raises in the midst of it.
+
+    It comes where Python calls a function, as signals do.
+    """
     found: list[str] = []
 
-    def handler(*_: object) -> None:
-        try:
-            action()
-            found.append("none")
-        except InputError as exc:
-            found.append(str(exc))
-
-    def note(*_: object) -> None:
-        if turn.lock.locked():
+    def note(_: object, event: str, __: object) -> None:
+        if event == "call" and context._lock.is_busy:
             sys.setprofile(None)
-            handler()
+            try:
+                action()
+                found.append("none")
+            except InputError as exc:
+                found.append(str(exc))
 
     sys.setprofile(note)
     try:
@@ -33,26 +32,3 @@ def interrupted(turn: Turn, call: Callable[[], Any], action: Callable[[], object
         sys.setprofile(None)
     (message,) = found
     return result, message
-
-
-def interrupted_at(place: int, call: Callable[[], object]) -> bool:
-    """Raise KeyboardInterrupt at one of the places of a call where signals are handled; False where it has fewer.
-
-    These are the starts of functions, and the ends of those that are not written in Python.
-    """
-    left = place
-
-    def count(_: object, event: str, function: object) -> None:
-        nonlocal left
-        if event == "call" or (event == "c_return" and function is not sys.setprofile):
-            left -= 1
-            if not left:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return left <= 0

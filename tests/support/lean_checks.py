@@ -20,10 +20,11 @@ from nimblert.plan import Target
 
 _SERVER = """
 import io, json, os, sys, traceback
-from nimblert import check, executable, golden
+from nimblert import executable, golden
+from nimblert import replay as check
 from nimblert.cpu import onnx_session
 from nimblert.cuda import driver
-from nimblert.files import container
+from nimblert.plan import container
 onnx_session.onnxruntime()
 for line in sys.stdin:
     target, threads, given, folder = json.loads(line)

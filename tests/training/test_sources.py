@@ -20,7 +20,7 @@ from nimblec.levels.o1 import FUSED_REGIONS
 from nimblec.levels.recipe import Runs
 from nimblec.optimize.pipeline import Setting
 from nimblec.places import Phase, places
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Record, Wait
 from samples.training_step import digits
 
@@ -152,7 +152,7 @@ def test_fused_kernels_are_of_all_that_they_compute() -> None:
 def test_a_plan_of_the_cpu_is_shown_by_layer_and_phase(tmp_path: Path) -> None:
     path = tmp_path / "train.plan"
     nimblec.compile({"train": digits()["train"]}, target="cpu", streams=2).save(path)
-    plan = container.read(path)
+    plan = read_plan(path)
     program = next(program for program in plan.programs if program.name == "train")
     shares = by_layer(plan, program)
     works = [command for command in program.commands if not isinstance(command, Record | Wait)]

@@ -20,7 +20,7 @@ from nimblec.frontend.onnx import model_file, model_nodes
 from nimblec.plan import encoder
 from nimblec.verify.node_values import compare_nodes
 from nimblert import executable, golden
-from nimblert.files import container
+from nimblert.check.reading import read_plan
 from nimblert.plan import Plan, Target
 
 node = helper.make_node
@@ -81,7 +81,7 @@ def lines(out: str, name: str) -> list[str]:
 
 def changed_weight(plan: Path, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
     """A copy of a plan with another weight."""
-    opened = container.read(plan)
+    opened = read_plan(plan)
     (index,) = [i for i, weight in enumerate(opened.weights) if weight.name == name]
     weight = opened.weights[index]
     values = change(np.frombuffer(weight.data, weight.dtype).copy())
@@ -179,7 +179,7 @@ def test_a_node_that_differs_is_no_failure_where_the_outputs_agree(nimblec: Comm
 
 def test_a_node_in_blocks_is_told_from_a_wrong_one(plan: Path, model: Path) -> None:
     """conv2 and what follows it keeps its bytes in blocks: the same numbers in another order."""
-    opened = container.read(plan)
+    opened = read_plan(plan)
     blocked = next(w for w in opened.weights if w.data.nbytes == CONSTANTS["w2"].nbytes)
     values = np.frombuffer(blocked.data, np.float32).copy()
     values[5] += 3

@@ -10,10 +10,10 @@ from onnx import helper
 
 import nimblec
 import nimblert
+from nimblert.check import verify
 from nimblert.errors import PlanInvalidError
-from nimblert.limits import Limits
 from nimblert.plan import Access, Launch, Memcpy, Memset, Op, Plan, Pointer, Program, Region, Role, Tensor
-from nimblert.rules import verify
+from nimblert.plan.limits import Limits
 
 N = 32
 NBYTES = 4 * N * N

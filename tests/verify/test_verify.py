@@ -10,7 +10,7 @@ from any_plan import any_plan
 from examples import examples
 from hypothesis import given
 
-from nimblert.limits import Limits
+from nimblert.check import verify
 from nimblert.plan import (
     Candidate,
     Command,
@@ -26,7 +26,7 @@ from nimblert.plan import (
     Target,
     Wait,
 )
-from nimblert.rules import verify
+from nimblert.plan.limits import Limits
 
 Change = Callable[[Plan], Plan]
 

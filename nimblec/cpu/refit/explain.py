@@ -19,8 +19,8 @@ from nimblec.cpu import kernels
 from nimblec.cpu.refit.deciding import SIZES
 from nimblec.cpu.refit.recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
 from nimblec.frontend.onnx import model_nodes
+from nimblert.check.onnx_operators import find as find_operator
 from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
-from nimblert.embedded.onnx_operators import find as find_operator
 
 _MOST_AXES = 4
 """Arrays of more axes are not searched for transposed copies."""

@@ -19,7 +19,7 @@ from nimblec.refit.recipes import groups
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting
-from nimblert.cpu.backend import CpuResident
+from nimblert.cpu.backend import CpuLoaded
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor
 
@@ -98,7 +98,7 @@ def with_weights(plan: Plan, weights: Mapping[str, np.ndarray]) -> Plan:
     """The plan as a refit with all its weights would leave it."""
     names = refitting.replaceable(plan)
     refits = refitting.checked(plan, {name: weights[name] for name in names}, _refuse)
-    remade = CpuResident(plan).remade(refits)
+    remade = CpuLoaded(plan).remade(refits)
     data = (remade.find(weight.offset)[0].data if weight.data.nbytes else weight.data for weight in plan.weights)
     return replace(plan, weights=tuple(replace(w, data=d) for w, d in zip(plan.weights, data, strict=True)))
 

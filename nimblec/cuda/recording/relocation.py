@@ -10,7 +10,7 @@ from nimblec.cuda.recording.earlier import EarlierMemory
 from nimblec.cuda.recording.foreign import ForeignMemory, HostMemoryError
 from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory
 from nimblec.errors import UnsupportedModelError
-from nimblert.rules.verify import MAX_BIAS
+from nimblert.check.verify import MAX_BIAS
 
 _LOWEST_POINTER = 1 << 32
 

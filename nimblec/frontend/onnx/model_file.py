@@ -25,7 +25,6 @@ from nimblec.frontend.onnx.model_nodes import (
     plain_domain,
     subgraphs,
 )
-from nimblert.errors import raised_by_handler
 from nimblert.plan import ITEM_NBYTES
 
 _DTYPES: dict[int, str] = {
@@ -96,8 +95,6 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     except FileNotFoundError as exc:
         raise CompileError(f"{path}: no such file") from exc
     except OSError as exc:
-        if raised_by_handler(exc):
-            raise
         raise CompileError(f"{path}: cannot be read ({exc.strerror})") from exc
     except DecodeError as exc:
         raise CompileError(f"{path}: not an ONNX file") from exc

@@ -1,15 +1,37 @@
 """The interface of a target: code and weights on a device, and programs in the memory of a context."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from nimblert.calls.changing import Commit
-from nimblert.calls.refitting import Refit
-from nimblert.calls.turn import DirectCall, Turn
-from nimblert.dimensions import Shapes
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+from nimblert.plan.dimensions import Shapes
+
+if TYPE_CHECKING:
+    from nimblert.calls.refitting import Refit
+
+RunAt: TypeAlias = Callable[[tuple[int, ...], int], dict[str, Any]]
+"""Takes the addresses and the stream, and returns the outputs by name."""
+
+
+class PreparedCall(Protocol):
+    """Calls of a program with arrays of some layouts."""
+
+    program: Program
+    run_at: RunAt | None
+    """As `run`, on arrays at device addresses that are ready for work on a stream; None where there is no such way."""
+
+    def run(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Run on arrays of these layouts, and return new outputs by name."""
+
+    def run_into(
+        self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool, stream: int | None
+    ) -> dict[str, Any]:
+        """As `run`, except for bound outputs and those written into arrays of ``out``, on a stream of the caller.
+
+        With ``reuse_outputs`` they are views of memory that the next run overwrites.
+        """
 
 
 class Backend(Protocol):
@@ -18,49 +40,32 @@ class Backend(Protocol):
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
 
+    def prepare(self, arrays: Sequence[Any], shapes: Shapes | None = None) -> PreparedCall:
+        """Return the call for arrays of these layouts, one for each input, of its dtype and rank.
+
+        Those of smaller shapes are padded, and ``shapes`` crops the outputs.
+        """
+
     def place(self, arrays: Sequence[Any]) -> None:
-        """Copy these inputs in, each of its dtype and rank; smaller shapes are padded."""
-
-    def call(
-        self,
-        arrays: Sequence[Any],
-        out: Mapping[str, Any],
-        *,
-        reuse_outputs: bool,
-        shapes: Shapes | None = None,
-        stream: int | None,
-    ) -> dict[str, Any]:
-        """Run on these inputs, and return the outputs by name, except those written into arrays of ``out``.
-
-        ``shapes`` crops the outputs.
-        """
-
-    def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DirectCall | None:
-        """The usual call as one function, in the turn of a context; None where this target or program has none.
-
-        ``shapes`` are those of its inputs and outputs where they are smaller than the program's.
-        """
+        """Copy these inputs in."""
 
     def empty(self, tensor: Tensor, *, on_device: bool, stream: int | None) -> Any:
-        """A new array for an output, for a run on ``stream``, by default the context's."""
+        """Return a new array for an output, for a run on ``stream``, by default the context's."""
 
-    def launch(self, stream: int | None) -> None:
+    def enqueue_replay(self, stream: int | None) -> None:
         """Enqueue a `replay`."""
 
     def synchronize(self) -> None:
         """Wait for what was enqueued."""
 
-    def bind(self, tensor: Tensor, array: Any, commit: Commit) -> None:
-        """Use an array of the caller in place of an input or output; None restores the program's own memory.
-
-        ``commit`` is called once nothing else can fail.
-        """
+    def bind(self, tensor: Tensor, array: Any) -> None:
+        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
 
     def address(self, tensor: Tensor) -> int:
-        """The device address of the memory for an input or output, which may be bound."""
+        """Return the device address of the memory for an input or output, which may be bound."""
 
     def own_address(self, tensor: Tensor) -> int:
-        """The address of the program's own memory for an input or output."""
+        """Return the address of the program's own memory for an input or output."""
 
     def run(self) -> None:
         """Compute ``outputs`` from ``inputs``."""
@@ -75,34 +80,28 @@ class Backend(Protocol):
         """Run all `steps`, and return the nanoseconds of each launch, copy or fill."""
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of bytes of the program's memory, as uint8."""
+        """Return a copy of bytes of the program's memory, as uint8."""
 
     def close(self) -> None:
         """Free everything."""
 
 
-class Resident(Protocol):
-    """Code and weights of a plan on a device, which its contexts share."""
+class Loaded(Protocol):
+    """Code and weights of a plan on a device, the GPU of this ordinal, which its contexts share."""
+
+    device: int
 
     def working(self, arena: Any, *, poison: bool) -> Any:
-        """The memory that the programs of one context share, in ``arena`` if one is given."""
+        """Return the memory that the programs of one context share, in ``arena`` if one is given."""
 
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
-        """A program in the memory of a context."""
+        """Load a program into the memory of a context."""
 
     def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """A new host array for an input, in the memory that is read fastest."""
+        """Return a new host array for an input, in the memory that is read fastest."""
 
-    def refit(
-        self,
-        refits: Sequence[Refit],
-        backends: Sequence[Any],
-        replace_old: Callable[[Sequence[Backend]], None],
-    ) -> None:
-        """Replace weights: all of them, or none where it raises.
-
-        The change, which is `uninterrupted`, ends with ``replace_old``, which takes the successor of each backend.
-        """
+    def refit(self, refits: "Sequence[Refit]", backends: Sequence[Any]) -> Sequence[Backend]:
+        """Replace weights, or none where it raises; return the successor of each backend."""
 
     def close(self) -> None:
         """Free code and weights; every context must be closed."""
@@ -111,11 +110,11 @@ class Resident(Protocol):
 class Backends(dict[str, Backend]):
     """The loaded programs of a context by name; a lookup loads a program that is not."""
 
-    def __init__(self, plan: Plan, resident: Resident, working: Any, *, poison: bool) -> None:
+    def __init__(self, plan: Plan, loaded: Loaded, working: Any, *, poison: bool) -> None:
         super().__init__()
         self._programs = {program.name: program for program in plan.programs}
-        self._resident, self._working, self._poison = resident, working, poison
+        self._loaded, self._working, self._poison = loaded, working, poison
 
     def __missing__(self, name: str) -> Backend:
-        made = self[name] = self._resident.backend(self._programs[name], self._working, poison=self._poison)
+        made = self[name] = self._loaded.backend(self._programs[name], self._working, poison=self._poison)
         return made

@@ -9,7 +9,6 @@ import numpy as np
 from nimblert.arrays import device_arrays, dlpack, layouts
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.calls.backend import Backend
-from nimblert.calls.changing import Change, uninterrupted
 from nimblert.calls.entries import Signature, Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Program, Region, Tensor
@@ -99,14 +98,7 @@ class Bindings:
                         f"bind {tensor.name!r}: shares memory with the plan's own for {other.name!r}: bind a copy"
                     )
             bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
-
-        def commit(change: Change) -> None:
-            uninterrupted(partial(self._bind, change, bound, program))
-
-        backend.bind(tensor, array, commit)
-
-    def _bind(self, change: Change, bound: dict[str, _Bound], program: Program) -> None:
-        change()
+        backend.bind(tensor, array)
         self._bound = bound
         self.changes += 1
         self.program = program if bound else None
@@ -137,11 +129,6 @@ class Bindings:
         """Raise InputError where the bindings are another program's."""
         if self.program is not None and self.program is not program:
             raise InputError(f"inputs have other sizes than the program for which {list(self._bound)} are bound")
-
-    @property
-    def watches(self) -> list[Callable[[], bool]]:
-        """The `_Bound.is_there` of each bound array."""
-        return [bound.is_there for bound in self._bound.values()]
 
     def check_in_place(self) -> None:
         """Raise InputError where a bound array has moved."""

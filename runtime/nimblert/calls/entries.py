@@ -12,11 +12,10 @@ import numpy as np
 from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.calls.sizes import Served, Sizes
-from nimblert.calls.unserved import why_unserved
-from nimblert.dimensions import Shapes, shapes_of
+from nimblert.calls.sizes import Served, Sizes, why_unserved
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor
+from nimblert.plan.dimensions import Shapes, shapes_of
 
 Take: TypeAlias = Callable[[Any, int], DeviceArray]
 """Takes an array of the caller on the GPU of this ordinal, -1 where it is not known."""
@@ -30,7 +29,7 @@ class Signature:
         self.programs = tuple(programs)
         self._inputs = {tensor.name: tensor for tensor in self.programs[0].inputs}
         self._names = tuple(self._inputs)
-        self._by_shapes = {shapes_of(program.inputs): program for program in self.programs}
+        self._exact = {shapes_of(program.inputs): Served.exactly(program) for program in self.programs}
 
     def largest_input(self, name: str) -> Tensor:
         """An input in the largest of its sizes. Raises InputError where there is none of this name."""
@@ -63,65 +62,28 @@ class Signature:
             raise InputError(_wrong_names(list(expected), list(arrays)))
         return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
-    def plain(self, arrays: Mapping[str, Any]) -> list[np.ndarray] | None:
-        """As `check`, but for numpy arrays that fit the entry's only program; None for anything else.
-
-        After 200 us of ONNX Runtime the caches hold nothing of Python's: each line counts.
-        """
-        plain = self._plain
-        if type(arrays) is not dict or len(arrays) != len(plain):
-            return None
-        found = []
-        for name, dtype, shape in plain:
-            array = arrays.get(name)
-            if type(array) is not np.ndarray or array.dtype is not dtype or array.shape != shape:
-                return None
-            found.append(array)
-        return found
-
-    @cached_property
-    def _plain(self) -> tuple[tuple[str | None, np.dtype, tuple[int, ...]], ...]:
-        """Name, dtype and shape of each input; one that matches no call where the entry has several programs."""
-        if len(self.programs) > 1 or any(tensor.dtype == "bfloat16" for tensor in self._inputs.values()):
-            return ((None, np.dtype(np.void), ()),)
-        return tuple((t.name, numpy_dtype(t.dtype), t.shape) for t in self._inputs.values())
-
-    def exact(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program | None:
-        """The program for arrays of these shapes."""
-        return self._by_shapes.get(tuple(array.shape for array in arrays))
-
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
-        """The runs that serve arrays of sizes without a program. Raises InputError where there are none."""
-        return self._serve(tuple(array.shape for array in arrays))
-
-    def _serve(self, shapes: Shapes) -> Served:
-        served = self._sizes.serve(shapes)
+        """The runs that serve arrays of these shapes. Raises InputError where there are none."""
+        shapes = tuple([array.shape for array in arrays])
+        served = self._exact.get(shapes) or self._sizes.serve(shapes)
         if served is None:
             raise InputError(why_unserved(self.name, self.programs, shapes))
         return served
 
     def program(self, shapes: Shapes) -> Program | None:
         """Return the program that serves inputs of these shapes, in the last of several runs; None if there is none."""
-        if len(shapes) != len(self._names) or shapes in self._by_shapes:
-            return self._by_shapes.get(shapes)
-        served = self._sizes.serve(shapes)
+        if len(shapes) != len(self._names):
+            return None
+        served = self._exact.get(shapes) or self._sizes.serve(shapes)
         return None if served is None else served.last.program
 
-    def choose(self, arrays: Mapping[str, Any], take: Take) -> tuple[Program, list[np.ndarray | DeviceArray]]:
-        """The program that takes these arrays in one run, and the arrays in its order; see `check`.
-
-        Raises InputError for shapes without such a program.
-        """
-        checked = self.check(arrays, take)
-        shapes = tuple(array.shape for array in checked)
-        program = self._by_shapes.get(shapes)
-        if program is None:
-            served = self._serve(shapes)
-            if served.count > 1:
-                why = why_unserved(self.name, self.programs, shapes)
-                raise InputError(f"{why}; a call would be {served.count} runs")
-            program = served.last.program
-        return program, checked
+    def serve_at_once(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program:
+        """The program that serves these arrays in one run. Raises InputError for shapes without one."""
+        served = self.serve(arrays)
+        if served.count > 1:
+            why = why_unserved(self.name, self.programs, tuple([array.shape for array in arrays]))
+            raise InputError(f"{why}; a call would be {served.count} runs")
+        return served.last.program
 
     @cached_property
     def _sizes(self) -> Sizes:

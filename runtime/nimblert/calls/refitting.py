@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.calls import safetensors
 from nimblert.calls.entries import Take, checked_array
 from nimblert.errors import InputError
-from nimblert.files import safetensors
 from nimblert.plan import Plan, Program, Region, Tensor
 
 NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]

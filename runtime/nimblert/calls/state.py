@@ -10,9 +10,9 @@ import numpy as np
 
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import dense_strides
+from nimblert.calls import safetensors
 from nimblert.calls.entries import checked_array
 from nimblert.errors import InputError
-from nimblert.files import safetensors
 from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
 
 if TYPE_CHECKING:

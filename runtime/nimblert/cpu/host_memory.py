@@ -13,8 +13,8 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
-from nimblert.files.container import Mapped
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
+from nimblert.plan.container import Mapped
 
 ALIGNMENT = 256
 """Bytes; a plan aligns its tensors no further."""
@@ -96,9 +96,9 @@ class HostWorking:
         self.kept = HostState(plan, self.state)
         self.kept.reset()
 
-    def take(self, value: object, ordinal: int) -> NoReturn:
+    def take(self, value: object, ordinal: int, stream: int | None = None) -> NoReturn:
         """Raise InputError: arrays on a GPU are not taken."""
-        del value
+        del value, stream
         where = "a GPU" if ordinal < 0 else f"GPU {ordinal}"
         raise InputError(f"is on {where}, the plan runs on the CPU: give a copy on the host, .cpu() or .get()")
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from math import prod
 
-from nimblert.embedded import in_place
-from nimblert.embedded.onnx_model import Graph, Model, Node, Opset, TensorValue, Value, write_model
-from nimblert.ordering.dataflow import Dataflow
+from nimblert.check import in_place
+from nimblert.check.onnx_model import Graph, Model, Node, Opset, TensorValue, Value, write_model
+from nimblert.cpu.dataflow import Dataflow
 from nimblert.plan import ITEM_NBYTES, Access, Kernel, Launch, Parameter, ParameterKind, Pointer, Region
 
 _MOST_LAUNCHES = 2048

@@ -4,6 +4,7 @@ onnxruntime is imported when the first CPU plan is loaded, not before.
 """
 
 import contextlib
+import ctypes
 import os
 import threading
 import weakref
@@ -20,19 +21,19 @@ from typing import Any, Self
 import numpy as np
 
 from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.check import division
+from nimblert.check.onnx_model import ELEMENT_TYPES, Model, read_model
+from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN
+from nimblert.check.protobuf import Budget
 from nimblert.cpu import onnx_threads
+from nimblert.cpu.dataflow import dataflow
 from nimblert.cpu.host_memory import HostMemory, HostWeights
 from nimblert.cpu.onnx_join import Bound, Joined, Part, Shapes, join
 from nimblert.cpu.onnx_threads import Pool, Threads, Waiting
-from nimblert.embedded import division
-from nimblert.embedded.onnx_model import ELEMENT_TYPES, Model, read_model
-from nimblert.embedded.onnx_rules import EXTERNAL_FILE, ORIGIN
-from nimblert.embedded.protobuf import Budget
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
-from nimblert.files.scratch import scratch_folder
-from nimblert.limits import DEFAULT_LIMITS, Limits
-from nimblert.ordering.dataflow import dataflow
 from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
+from nimblert.plan.files import scratch_folder
+from nimblert.plan.limits import DEFAULT_LIMITS, Limits
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no packed copies of weights."""
@@ -162,6 +163,16 @@ _opened: weakref.WeakValueDictionary[tuple[object, ...], _Opened] = weakref.Weak
 """The sessions of this process by everything that they depend on: a plan that is loaded twice shares them."""
 
 
+def _keep_for_ever() -> None:
+    """Free no session in a forked child: the destructor waits for threads that only the parent has."""
+    for opened in list(_opened.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_ever)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """Launches of a stream that one session runs: the indices of their commands.
@@ -195,11 +206,6 @@ class _Code:
         graph = self.model.graph
         return division.operands(graph, self._parameters) if graph is not None and len(graph.node) == 1 else None
 
-    @cached_property
-    def may_loop(self) -> bool:
-        """Whether the model holds a Loop at any depth: its inputs decide when it ends."""
-        return b"Loop" in self.code
-
 
 class SessionCache:
     """The sessions of a plan: one for each model and its initializers, shared by all launches and contexts.
@@ -216,7 +222,7 @@ class SessionCache:
         self._weights = weights
         self._threads = onnx_threads.checked(threads)
         self._limits = limits
-        self._crowd = onnx_threads.cores() if threads is None else None
+        self._is_default = threads is None
         self._codes: dict[int, _Code] = {}
         """By the index of a kernel, which shares its module with no other."""
         self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
@@ -231,7 +237,7 @@ class SessionCache:
     def over(self, weights: HostWeights) -> "SessionCache":
         """A cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights, limits=self._limits)
-        made._threads, made._crowd = self._threads, self._crowd
+        made._threads, made._is_default = self._threads, self._is_default
         made._codes, made._stretches = self._codes, self._stretches
         made._sessions |= {
             key: session
@@ -279,14 +285,9 @@ class SessionCache:
             )
         return self._stretches[id(program)][1]
 
-    def crowd(self, program: Program) -> int | None:
-        """The number of concurrent runs from which on each computes on its caller's thread alone; None: never."""
-        divides = program.stream_count > 1 or any(s.pool.count > 1 for s in self.stretches(program).values())
-        return self._crowd if divides else None
-
     def streams_by_thread(self, program: Program) -> list[range]:
         """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""
-        most = None if self._crowd is not None else self._threads[0]
+        most = None if self._is_default else self._threads[0]
         return onnx_threads.streams_by_thread(program.stream_count, most)
 
     def bind_stretch(self, program: Program, stretch: Stretch, memory: HostMemory, options: Any) -> "partial[object]":
@@ -346,10 +347,6 @@ class SessionCache:
         is_large = len(code.code) > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
         alone = is_large or code.division is not None
         return Part(index=index, launch=launch, kernel=kernel, model=code.model, alone=alone, label=f"{LABEL}{index}")
-
-    def may_loop(self, launch: Launch) -> bool:
-        """Whether the inputs of a launch decide when it ends."""
-        return self._code(launch).may_loop
 
     def _code(self, launch: Launch) -> _Code:
         if launch.kernel not in self._codes:

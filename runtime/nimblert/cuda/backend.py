@@ -1,471 +1,247 @@
 """The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.calls.changing import Commit
-from nimblert.calls.refitting import Refit
-from nimblert.calls.remembering import remembered
-from nimblert.calls.turn import Turn
 from nimblert.cuda import driver, graph
-from nimblert.cuda.call_graphs import Recipe
-from nimblert.cuda.direct import DeviceDirect
-from nimblert.cuda.driver import PER_THREAD, Context, Handle, call, release
-from nimblert.cuda.early import Signal
-from nimblert.cuda.memory import Bases, DeviceMemory, Staging, place_weights
-from nimblert.cuda.movers import GatherKernels, Mover
-from nimblert.cuda.pools import HostLayout, Pools
-from nimblert.cuda.refit import Refitter
-from nimblert.cuda.transfers import Given, Inlet, Outlet
-from nimblert.cuda.whole_calls import WholeCalls
+from nimblert.cuda.blocks import BlockPool, HostLayout
+from nimblert.cuda.calls import DeviceCall, HostCall, PreparedCall
+from nimblert.cuda.driver import Context, Handle, call, release
+from nimblert.cuda.memory import Bases, DeviceMemory, Staging, allocate
+from nimblert.cuda.movers import GatherKernels
+from nimblert.cuda.program import GraphProgram
+from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers
+from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.cuda.working import CudaWorking, DeviceArena
-from nimblert.dimensions import Shapes
-from nimblert.errors import InputError
-from nimblert.plan import Plan, Pointer, Program, Tensor, Work
+from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Work
+from nimblert.plan.dimensions import Shapes
+
+if TYPE_CHECKING:
+    from nimblert.calls.refitting import Refit
+    from nimblert.cuda.refit import Refitter
+
+_MOST_PREPARED = 64
+"""Calls with more layouts of inputs are prepared again."""
 
 
-class CudaResident:
+class CudaLoaded:
     """Code and weights of a plan on one GPU, which its contexts share."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe(device))
+        self.device = device
         self._plan = plan
-        self._device = device
-        self._context = Context(device)
-        try:
-            self.gathers = GatherKernels(self._context)
-            self.weights: Bases = place_weights(self._context, plan)
-            self.functions: Sequence[Handle] = graph.load_functions(self._context, plan.modules, plan.kernels)
-            self._refitter = Refitter(device, self.weights, self.functions, self.gathers)
-            self.pools = Pools(device)
-        except BaseException:
-            self._context.close()
-            raise
+        with ExitStack() as owned:
+            self._context = context = Context(device)
+            owned.callback(context.close)
+            self.kernels = GatherKernels(context)
+            self.uploader = Uploader(context)
+            weights = allocate(context, plan.weights_nbytes)
+            upload_region(self.uploader, weights, plan.weights)
+            self.weights: Bases = {(Region.WEIGHTS, 0): weights}
+            self.functions: Sequence[Handle] = graph.load_functions(context, plan.modules, plan.kernels)
+            self.host_pool = BlockPool(Context(device), on_device=False)
+            owned.callback(self.host_pool.close)
+            self.device_pool = BlockPool(Context(device), on_device=True)
+            owned.callback(self.device_pool.close)
+            self._owned = owned.pop_all()
 
     def working(self, arena: DeviceArena | None = None, *, poison: bool = False) -> CudaWorking:
-        """Arena and state for one context."""
-        return CudaWorking(self._plan, self._device, arena, poison=poison)
+        """Return arena and state for one context."""
+        return CudaWorking(self._plan, self.device, arena, self.uploader, poison=poison)
 
     def backend(self, program: Program, working: CudaWorking, *, poison: bool = False) -> "CudaBackend":
-        """A program in the memory of a context."""
-        return CudaBackend(self._plan, program, poison=poison, resident=self, working=working, device=self._device)
+        """Load a program into the memory of a context."""
+        return CudaBackend(self, program, working, poison=poison)
 
     def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """A new array in page-locked memory for an input, in its layout."""
-        return HostLayout.of(tensor).at(self.pools.host.take(tensor.span_nbytes, None, is_shared=False))
+        """Return a new array in page-locked memory for an input, in its layout."""
+        return HostLayout.of(tensor).over(self.host_pool.take(tensor.span_nbytes))
 
-    def refit(
-        self,
-        refits: Sequence[Refit],
-        backends: Sequence["CudaBackend"],
-        replace_old: Callable[[Sequence["CudaBackend"]], None],
-    ) -> None:
-        """Replace weights in place: the backends stay the same."""
-        del backends, replace_old
+    def refit(self, refits: "Sequence[Refit]", backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
+        """Replace weights in place, and return the backends, which stay the same."""
         self._refitter.refit(refits)
+        return backends
+
+    @cached_property
+    def _refitter(self) -> "Refitter":
+        from nimblert.cuda.refit import Refitter  # few processes replace weights
+
+        refitter = Refitter(self.device, self.weights, self.functions, self.kernels, self.uploader)
+        self._owned.callback(refitter.close)
+        return refitter
 
     def close(self) -> None:
         """Free code and weights; every context must be closed."""
-        self.pools.close()
-        self._refitter.close()
-        self._context.close()
+        self._owned.close()
 
 
-class CudaBackend:
+class CudaBackend(GraphProgram):
     """A program loaded on a GPU.
 
     ``inputs`` and ``outputs`` are numpy views of page-locked memory; `run` uploads the inputs, replays the graph and
     downloads the outputs. `replay` uses the inputs on the device. Programs of one ``working`` memory run one at a time.
+    ``bound`` are the names of inputs and outputs in memory of the caller.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        program: Program,
-        *,
-        poison: bool = False,
-        resident: CudaResident | None = None,
-        working: CudaWorking | None = None,
-        device: int = 0,
-    ) -> None:
+    def __init__(self, loaded: CudaLoaded, program: Program, working: CudaWorking, *, poison: bool = False) -> None:
+        self._prepared: dict[object, PreparedCall] = {}
         with ExitStack() as owned:
-            if resident is None:
-                resident = CudaResident(plan, device)
-                owned.callback(resident.close)
-            if working is None:
-                working = resident.working(poison=poison)
-                owned.callback(working.close)
-            self._modules = plan.modules  # the driver reads their code when a kernel is first used
-            self._state = plan.state
-            self._context = Context(device)
-            owned.callback(self._context.close)
-            self._device = device
-            self._load(program, resident, working, poison=poison)
+            context = Context(loaded.device)
+            owned.callback(context.close)
+            self._own = DeviceMemory(context, program, {**loaded.weights, **working.bases}, poison=poison)
+            self._staged_inputs = Staging(context, program.inputs, self._own)
+            self._staged_outputs = Staging(context, program.outputs, self._own)
+            self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
+            self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
+            self._transfers = InputTransfers(context, program.inputs, self._own, self._staged_inputs, loaded.kernels)
+            self._pools = loaded.host_pool, loaded.device_pool
+            self.kernels, self.uploader = loaded.kernels, loaded.uploader
+            super().__init__(program, context, loaded.functions, self._own, working, loaded.device)
             self._owned = owned.pop_all()
 
-    def _load(self, program: Program, resident: CudaResident, working: CudaWorking, *, poison: bool) -> None:
-        context = self._context
-        self._stream = working.stream
-        self._in_flight = working.in_flight
-        given = {**resident.weights, **working.bases}
-        self.memory: DeviceMemory = DeviceMemory(context, program, given, poison=poison)
-        self._own = self.memory
-        self._staged_inputs = Staging(context, program.inputs, self.memory)
-        self._staged_outputs = Staging(context, program.outputs, self.memory)
-        self.inputs: tuple[np.ndarray, ...] = self._staged_inputs.views
-        self.outputs: tuple[np.ndarray, ...] = self._staged_outputs.views
-        self._inlet = Inlet(context, program.inputs, self.memory, self._staged_inputs, resident.gathers)
-        self._outlet = Outlet(program.outputs, self.memory, self._staged_outputs, resident.gathers, resident.pools)
-        self._signal = Signal(context, len(program.inputs))
-        self._program = program
-        self.functions: Sequence[Handle] = resident.functions
-        self._bound: set[str] = set()
-        self._direct: dict[tuple[Shapes, Shapes] | None, DeviceDirect] = {}
-        self._launch_graph = driver.function("cuGraphLaunch")
-        self._synchronize = driver.function("cuStreamSynchronize")
-        self._recording: Handle | None = None
-        self._scope, self._executable, self._calls = self._build(self.memory)
+    def prepare(self, arrays: Sequence[np.ndarray | DeviceArray], shapes: Shapes | None = None) -> PreparedCall:
+        """Return the call for arrays of these layouts and dtypes, one for each input.
 
-    def _build(self, memory: DeviceMemory) -> tuple[ExitStack, Handle, WholeCalls]:
-        """The graph over ``memory`` and that of calls, and the scope that frees them."""
-        with ExitStack() as scope:
-            context = Context(self._device)
-            scope.callback(context.close)
-            executable = context.acquire(graph.instantiated(self._adding(memory)), "cuGraphExecDestroy")
-            call("cuGraphUpload", executable, self._stream)
-            self._synchronize(self._stream)
-            calls = WholeCalls(
-                self._program, self._state, self.functions, memory, self._inlet, self._outlet, self._signal
-            )
-            scope.callback(calls.close)
-            return scope.pop_all(), executable, calls
+        Those of smaller shapes than the inputs are padded, and ``shapes`` crops the outputs. Raises InputError.
+        """
+        key = shapes, tuple([(type(array), array.shape, array.strides) for array in arrays])
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) == _MOST_PREPARED:
+                self._drop_prepared()
+            prepared = self._prepared[key] = self._prepare(arrays, shapes)
+        return prepared
 
-    def _adding(self, memory: DeviceMemory) -> Callable[[Handle], graph.Ends]:
-        return partial(graph.add_program, program=self._program, functions=self.functions, memory=memory)
+    def _prepare(self, arrays: Sequence[np.ndarray | DeviceArray], shapes: Shapes | None) -> PreparedCall:
+        self._context.make_current()
+        inputs = [
+            None if tensor.name in self.bound else self._transfers.prepare(index, array)
+            for index, (tensor, array) in enumerate(zip(self.program.inputs, arrays, strict=True))
+        ]
+        outputs = self._outputs if shapes is None else self._outputs.cropped(shapes)
+        host = [transfer for transfer in inputs if isinstance(transfer, HostInput)]
+        device = [transfer for transfer in inputs if isinstance(transfer, DeviceInput)]
+        if not self.bound and len(host) == len(inputs):
+            return HostCall(self, host, outputs)
+        if not self.bound and len(device) == len(inputs):
+            return DeviceCall(self, device, outputs)
+        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        return PreparedCall(self, inputs, outputs, on_device=on_device)
 
-    def direct(self, turn: Turn, shapes: tuple[Shapes, Shapes] | None) -> DeviceDirect:
-        """The usual call as one function, in the turn of a context; see `nimblert.calls.backend.Backend`."""
-        found = self._direct.get(shapes)
-        if found is None or not found.is_for(turn):
-            inputs, outputs = shapes or (None, None)
-            made = DeviceDirect(turn, self._program, self, self._device, inputs, self._outlet_for(outputs))
-            found = remembered(self._direct, shapes, made)
-        return found
+    @cached_property
+    def _outputs(self) -> OutputTransfers:
+        return OutputTransfers(
+            self.program.outputs, self.memory, self._staged_outputs, self.kernels, self._pools, self.device
+        )
 
-    def _outlet_for(self, shapes: Shapes | None) -> Outlet:
-        return self._outlet if shapes is None else self._outlet.cropped(shapes)
+    def _drop_prepared(self) -> None:
+        while self._prepared:
+            self._prepared.popitem()[1].close()
 
-    def bind(self, tensor: Tensor, array: DeviceArray | None, commit: Commit) -> None:
+    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
         """Use an array of the caller in place of an input or output; None restores the program's own memory."""
         self._context.make_current()
-        self._in_flight.wait()
+        self.in_flight.wait()
         address = self._own.address(tensor.pointer) if array is None else array.address
         memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
-        built, old = self._build(memory), self._scope
-
-        def change() -> None:
-            self._recording = None
-            self._scope, self._executable, self._calls = built
-            self.memory = memory
-            for mine in (self._staged_inputs, self._staged_outputs, self._inlet, self._outlet):
-                mine.moved(memory)
-            (self._bound.discard if array is None else self._bound.add)(tensor.name)
-
-        try:
-            commit(change)
-        finally:
-            (old if self._scope is built[0] else built[0]).close()
+        old, self._graph = self._graph, self.instantiate(memory)
+        release("cuGraphExecDestroy", old)
+        self._drop_prepared()
+        self.__dict__.pop("_outputs", None)
+        self.memory = memory
+        self.bound = self.bound - {tensor.name} if array is None else self.bound | {tensor.name}
+        for mirror in (self._staged_inputs, self._staged_outputs, self._transfers):
+            mirror.moved(memory)
 
     def address(self, tensor: Tensor) -> int:
-        """The device address of the memory for an input or output, which may be bound."""
+        """Return the device address of the memory for an input or output, which may be bound."""
         return self.memory.address(tensor.pointer)
 
     def own_address(self, tensor: Tensor) -> int:
-        """The device address of the program's own memory for an input or output."""
+        """Return the device address of the program's own memory for an input or output."""
         return self._own.address(tensor.pointer)
 
     def place(self, arrays: Sequence[np.ndarray | DeviceArray]) -> None:
         """Copy these inputs to the device, and wait."""
-        self._begin(self._stream)
-        self._in_flight.wait()
+        prepared = self.prepare(arrays)
+        stream = self.begin(None)
         try:
-            self._put(arrays, self._stream, in_place=True)
+            prepared.enqueue_inputs(arrays, stream)
         finally:
-            self._synchronize(self._stream)
-
-    @property
-    def movers(self) -> Sequence[Mapping[bytes, Mover]]:
-        """For each input its movers of device arrays, by `dlpack.raw_numbers` of shape and strides, as far as known."""
-        return self._inlet.movers
-
-    def call_from_host(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs on the host, and return new outputs there, by name."""
-        stream = self._stream
-        self._context.make_current()
-        if self._in_flight.stream is not None:
-            self._in_flight.wait()  # page-locked memory may still be read by the run before
-        lent = self._outlet.lend_host()
-        try:
-            try:
-                found, whole = self._calls.from_host(arrays, lent)
-                if found is None:
-                    for index, array in enumerate(arrays):
-                        self._inlet.put(index, array, stream, in_place=True)
-                    self._launch_graph(self._executable, stream)
-                else:
-                    staged = found.staged
-                    staged.words[:] = 0
-                    rest = staged.rest
-                    if rest:
-                        staged.fill(arrays)
-                    self._launch_graph(found.executable, stream)
-                    if not rest:
-                        staged.fill(arrays)
-                if not whole:
-                    self._outlet.download(lent, stream)
-                results = self._outlet.arrays(lent)
-            finally:
-                self._end(stream)
-            if found is not None and found.staged.came_late():
-                self._launch_graph(found.executable, stream)
-                if not whole:
-                    self._outlet.download(lent, stream)
-                self._synchronize(stream)
-        except BaseException:
-            driver.bindings().cuStreamSynchronize(stream)  # a signal handler's exception may have come before it
-            lent.clear()  # now: the traceback may keep it for long
-            raise
-        self._outlet.copy_small(results)
-        return results
-
-    def call_from_device(self, arrays: Given, stream: int, outlet: Outlet) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on inputs on the device, and return new outputs there, by name; ``outlet`` crops where movers pad."""
-        self._context.make_current()  # `_begin` in place: a function more is a microsecond
-        if self._in_flight.stream is not None:
-            self._in_flight.precede(stream)
-        lent = outlet.lend_device(stream)
-        try:
-            try:
-                found, whole = self._calls.from_device(arrays, lent, outlet)
-                if found is None:
-                    self._inlet.move(arrays, stream)
-                self._launch_graph(self._executable if found is None else found.executable, stream)
-                if not whole:
-                    outlet.copy(lent, stream)
-                return outlet.on_device(lent)
-            finally:
-                self._end(stream)
-        except BaseException:
-            driver.bindings().cuStreamSynchronize(stream)
-            lent.clear()
-            raise
-
-    def _end(self, stream: int) -> None:
-        self._synchronize(stream)
-        if self._in_flight.stream is not None:
-            self._in_flight.ended()
-
-    def _begin(self, stream: int) -> None:
-        self._context.make_current()
-        if self._in_flight.stream is not None:
-            self._in_flight.precede(stream)
-
-    def _put(self, arrays: Sequence[np.ndarray | DeviceArray], stream: int, *, in_place: bool) -> bool:
-        """Enqueue the copies of the inputs, see `Inlet.put`; whether any is on the device."""
-        on_device = False
-        for index, (tensor, array) in enumerate(zip(self._program.inputs, arrays, strict=True)):
-            if isinstance(array, DeviceArray):
-                on_device = True
-                if tensor.name in self._bound:
-                    continue
-            else:
-                self._in_flight.wait()  # page-locked memory may still be read by the run before
-            self._inlet.put(index, array, stream, in_place=in_place)
-        return on_device
-
-    def call(
-        self,
-        arrays: Sequence[np.ndarray | DeviceArray],
-        out: Mapping[str, np.ndarray | DeviceArray],
-        *,
-        reuse_outputs: bool,
-        shapes: Shapes | None = None,
-        stream: int | None = None,
-    ) -> dict[str, np.ndarray | DeviceOutput]:
-        """Run on these inputs, and return the outputs by name, except bound ones and those written into ``out``.
-
-        Inputs of smaller shapes are padded, and ``shapes`` crops the outputs. Without ``stream`` this waits, and
-        outputs are on the device if any input is. With ``stream`` it does not wait, and outputs are on the device.
-        Raises InputError.
-        """
-        if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
-            raise InputError("out: an array of the host is written when the run has ended: leave the stream out")
-        used = self._stream if stream is None else stream
-        outlet = self._outlet_for(shapes)
-        self._begin(used)
-        copies: list[tuple[np.ndarray, np.ndarray]] = []
-        try:
-            on_device = self._put(arrays, used, in_place=stream is None)
-            self._launch_graph(self._executable, used)
-            results: dict[str, np.ndarray | DeviceOutput] = {}
-            for index, tensor in enumerate(self._program.outputs):
-                mine = out.get(tensor.name)
-                if isinstance(mine, DeviceArray):
-                    outlet.to_array(index, mine, used)
-                elif mine is not None:
-                    copies.append((mine, outlet.to_host(index, used, reuse=True)))
-                elif tensor.name in self._bound:
-                    continue
-                elif on_device or stream is not None:
-                    precede = None if stream is None else self._in_flight.precede_reader
-                    results[tensor.name] = outlet.to_device(index, used, reuse=reuse_outputs, precede=precede)
-                else:
-                    results[tensor.name] = outlet.to_host(index, used, reuse=reuse_outputs)
-        finally:  # whatever happened, the arrays are the caller's again
-            if stream is None:
-                self._end(used)
-            else:
-                self._in_flight.enqueued(used, (arrays, out))
-        for mine, view in copies:
-            np.copyto(mine, view)
-        return results
+            self.end(None)
 
     def empty(self, tensor: Tensor, *, on_device: bool, stream: int | None) -> np.ndarray | DeviceArray:
-        """A new array for an output, for a run on ``stream``, by default the context's."""
+        """Return a new array for an output, for a run on ``stream``, by default the context's."""
         if not on_device:
             return np.empty(tensor.shape, numpy_dtype(tensor.dtype))
         self._context.make_current()
         if stream is None:
-            return self._outlet.empty(tensor, self._stream, None)
-        return self._outlet.empty(tensor, stream, self._in_flight.precede_reader)
+            return self._outputs.empty(tensor, self._stream, None)
+        return self._outputs.empty(tensor, stream, self.in_flight.precede_reader)
 
     def run(self) -> None:
         """Upload `inputs`, replay the graph, download `outputs`, and wait."""
-        self._begin(self._stream)
+        self.begin(None)
         try:
             self._staged_inputs.to_device(self._stream)
-            self._launch_graph(self._executable, self._stream)
+            self.launch_program(self._stream)
             self._staged_outputs.to_host(self._stream)
         finally:
-            self._end(self._stream)
+            self.end(None)
 
     def replay(self) -> None:
         """Replay the graph on the inputs on the device, and wait."""
-        self._begin(self._stream)
+        self.begin(None)
         try:
-            self._launch_graph(self._executable, self._stream)
-        finally:  # also where a signal handler's exception comes before it
-            self._end(self._stream)
+            self.launch_program(self._stream)
+        finally:
+            self.end(None)
 
-    def launch(self, stream: int | None) -> None:
-        """Replay the graph on the inputs on the device, on ``stream`` or the context's, without waiting."""
-        used = self._stream if stream is None else stream
-        self._context.make_current()  # `_begin` in place, as above
-        if self._in_flight.stream != used or used == PER_THREAD:
-            self._in_flight.precede(used)
+    def enqueue_replay(self, stream: int | None) -> None:
+        """Replay the graph on ``stream``, by default the context's, without waiting."""
+        used = self.begin(stream)
         try:
-            self._launch_graph(self._recording or self._built_recording(), used)
-        finally:  # as in `replay`
-            if self._in_flight.is_shared:
-                with self._in_flight.tracking:
-                    self._in_flight.stream = used
-            else:
-                self._in_flight.stream = used
-
-    def _built_recording(self) -> Handle:
-        """The graph with a node that records the event of the work in flight, which saves the host a call."""
-        recording = partial(graph.add_record, event=self._in_flight.event)
-        made = Recipe(self._adding(self.memory), departures=[recording]).instantiated()
-        self._scope.callback(driver.bindings().cuGraphExecDestroy, made)
-        self._recording = made
-        return made
+            self.launch_program(used)
+        finally:
+            self.in_flight.enqueued(used, None)
 
     def synchronize(self) -> None:
-        """Wait for all launches."""
+        """Wait for all work in flight."""
         self._context.make_current()
-        self._in_flight.wait()
+        self.in_flight.wait()
 
     def steps(self) -> Generator[Work, None, None]:
-        """Compute on the inputs on the device in issue order, and yield each launch, copy or fill when it is done.
+        """See `profiling.steps`."""
+        from nimblert.cuda import profiling
 
-        Each is a graph of one node, so that it runs as it does in the whole graph.
-        """
-        for command in self._work():
-            self._begin(self._stream)  # the caller may have had another context since
-            self._run_once(partial(graph.add_node, command=command, functions=self.functions, memory=self.memory))
-            yield command
+        return profiling.steps(self)
 
     def profile(self) -> list[int]:
-        """Compute as `steps` does, and return the GPU nanoseconds of each launch, copy or fill.
+        """See `profiling.command_times`."""
+        from nimblert.cuda import profiling
 
-        They are taken by events before and after the node, in the same graph, and include the time of the events.
-        """
-        self._begin(self._stream)
-        with self._two_events() as (begin, end):
-            return [self._time_alone(command, begin, end) for command in self._work()]
-
-    @contextmanager
-    def _two_events(self) -> Iterator[tuple[Handle, Handle]]:
-        """Two events that tell the time between them, for the block."""
-        with closing(Context(self._device)) as context:
-            begin, end = (context.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(2))
-            yield begin, end
-
-    def _time_alone(self, command: Work, begin: Handle, end: Handle) -> int:
-        def add(single: Handle) -> None:
-            first = graph.add_record(single, begin)
-            node = graph.add_node(single, command, self.functions, self.memory)
-            graph.add_edges(single, [first], [node])
-            graph.add_edges(single, [node], [graph.add_record(single, end)])
-
-        self._run_once(add)
-        return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)
-
-    def _work(self) -> Iterator[Work]:
-        """Launches, copies and fills, in issue order."""
-        return (command for _, command in self._program.work)
-
-    def _run_once(self, add: Callable[[Handle], object]) -> None:
-        """Run the graph of the nodes that ``add`` adds to its end."""
-        executable = graph.instantiated(add)
-        try:
-            try:
-                self._launch_graph(executable, self._stream)
-            finally:  # as in `replay`
-                self._synchronize(self._stream)
-        finally:
-            release("cuGraphExecDestroy", executable)
+        return profiling.command_times(self)
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes of the program's device memory, as uint8."""
+        """Return a copy of ``nbytes`` bytes of the program's device memory, as uint8."""
         host = np.empty(nbytes, np.uint8)
         if nbytes:
             self.synchronize()
             call("cuMemcpyDtoH", host.ctypes.data, self.memory.address(pointer), nbytes)
         return host
 
-    def time(self, count: int) -> np.ndarray:
-        """GPU time in microseconds of each of ``count`` replays, between two events."""
-        self._begin(self._stream)
-        times = np.empty(count)
-        with self._two_events() as (begin, end):
-            for i in range(count):
-                call("cuEventRecord", begin, self._stream)
-                self._launch_graph(self._executable, self._stream)
-                call("cuEventRecord", end, self._stream)
-                call("cuEventSynchronize", end)
-                times[i] = call("cuEventElapsedTime", begin, end) * 1e3
-        return times
-
     def close(self) -> None:
-        """Wait for all launches, and free the graph, its memory, and everything that was made for it alone."""
+        """Wait for all work in flight, and free the graphs, and memory that was made for the program alone."""
         self._context.make_current()
-        self._in_flight.close()
-        self._scope.close()
+        self.in_flight.close()
+        self._drop_prepared()
+        release("cuGraphExecDestroy", self._graph)
         self._owned.close()

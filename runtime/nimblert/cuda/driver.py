@@ -138,6 +138,7 @@ class Context:
             stack.callback(release, "cuDevicePrimaryCtxRelease", device)
             self.make_current()
             self._stack = stack.pop_all()
+        self.is_closed = False
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -154,8 +155,13 @@ class Context:
         self._stack.callback(release, api, handle)
         return handle
 
+    def callback(self, function: Callable[[], object]) -> None:
+        """Call a function when the context closes."""
+        self._stack.callback(function)
+
     def close(self) -> None:
         """Release everything."""
+        self.is_closed = True
         release("cuCtxSetCurrent", self.handle)
         self._stack.close()
 

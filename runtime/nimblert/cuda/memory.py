@@ -1,6 +1,6 @@
 """Device memory of a program: one allocation for each region, the inputs and outputs packed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import accumulate
 from typing import TypeAlias
@@ -9,7 +9,7 @@ import numpy as np
 
 from nimblert.arrays import layouts
 from nimblert.cuda.driver import Context, call
-from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Weight
+from nimblert.plan import Pointer, Program, Region, Tensor
 
 _ALIGNMENT = 512
 _POISON = 0xFF
@@ -32,36 +32,6 @@ def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
         call("cuMemsetD8", base, _POISON, _round_up(nbytes))
         call("cuStreamSynchronize", DEFAULT_STREAM)
     return base
-
-
-def place_weights(context: Context, plan: Plan) -> Bases:
-    """The weights of a plan in device memory."""
-    return {(Region.WEIGHTS, 0): _uploaded(context, plan.weights_nbytes, plan.weights)}
-
-
-def place_working(context: Context, plan: Plan, arena: int | None = None, *, poison: bool = False) -> Bases:
-    """The memory that the programs of a context share: the arena, which may be the caller's, and the state.
-
-    ``poison`` fills the arena with 0xFF bytes, so that a kernel that reads unwritten memory does not find zeros there.
-    """
-    if arena is None:
-        arena = allocate(context, plan.arena_nbytes, poison=poison)
-    return {(Region.ARENA, 0): arena, (Region.STATE, 0): _uploaded(context, plan.state_nbytes, plan.state)}
-
-
-def _uploaded(context: Context, nbytes: int, contents: Iterable[Weight]) -> int:
-    base = allocate(context, nbytes)
-    upload(base, contents)
-    return base
-
-
-def upload(base: int, contents: Iterable[Weight]) -> None:
-    """Copy tensors to their places in the region at ``base``, and wait."""
-    for weight in contents:
-        if weight.data.nbytes:
-            source = np.frombuffer(weight.data, np.uint8)
-            call("cuMemcpyHtoD", base + weight.offset, source.ctypes.data, source.nbytes)
-    call("cuStreamSynchronize", DEFAULT_STREAM)
 
 
 class DeviceMemory:
@@ -112,10 +82,6 @@ class Staging:
         """The bytes of a tensor, and their address."""
         start = self._offsets[index]
         return self._host[start : start + self._nbytes[index]], self._address + start
-
-    def holds(self, address: int) -> bool:
-        """Whether this is an address in this memory."""
-        return self._address <= address < self._address + len(self._host)
 
     def upload(self, index: int, stream: object) -> None:
         """Enqueue the copy of one tensor from host to device."""

@@ -2,16 +2,21 @@
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
+from math import prod
 from pathlib import Path
 
+import numpy as np
+
 from nimblert.arrays import layouts
+from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.arrays.layouts import Gather
 from nimblert.cuda import driver, graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
-from nimblert.cuda.graph import Step
+from nimblert.cuda.graph import Filling, Step
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 
@@ -22,6 +27,9 @@ _MOST_BLOCKS = 1 << 16
 _ITEMSIZES = (16, 8, 4, 2, 1)
 
 _ADDRESSES = struct.Struct("<QQ")
+
+_NOTHING = Gather((0,), (1,))
+"""Of arrays without elements, whose strides may be any."""
 
 
 class Mover(ABC):
@@ -60,7 +68,7 @@ class GatherKernels:
 
         Raises InputError where no kernel can do it; ``side`` is the kind of tensor, for the message.
         """
-        gather = layouts.gather(tensor.shape, tensor.strides, strides)
+        gather = layouts.gather(tensor.shape, tensor.strides, strides) if tensor.span_nbytes else _NOTHING
         if gather is None:
             raise InputError(f"{side} {tensor.name!r}: strides {strides} cannot be laid out on the device")
         return self.mover(gather, ITEM_NBYTES[tensor.dtype])
@@ -87,6 +95,8 @@ class _GatherMover(Mover):
         self._parameters = PackedParameters(b"" if function is None else gather.parameters(0, 0))
 
     def move(self, to: int, source: int, stream: Handle) -> None:
+        if not self._nbytes:
+            return
         if self._function is None:
             call("cuMemcpyDtoDAsync", to, source, self._nbytes, stream)
             return
@@ -95,6 +105,8 @@ class _GatherMover(Mover):
         call("cuLaunchKernel", self._function, self._blocks, 1, 1, _BLOCK, 1, 1, 0, stream, 0, extra)
 
     def steps(self, to: int, source: int) -> list[Step]:
+        if not self._nbytes:
+            return []
         if self._function is None:
             return [partial(graph.add_copy, dst=to, src=source, nbytes=self._nbytes)]
         return [partial(self._add, to=to, source=source)]
@@ -144,3 +156,111 @@ class RowMover(Mover):
             partial(graph.add_rows, dst=to + to_offset, src=source + source_offset, rows=self._rows)
             for to_offset, source_offset in self._offsets
         ]
+
+
+_WORD_NBYTES = 4
+"""The largest element of a fill."""
+
+
+class PaddingMover(Mover):
+    """Copies arrays of a ``shape`` with these ``strides``, in elements, to the start of an input, and fills the rest.
+
+    The program, or calls of other sizes, may have written the rest since the last call, so that each fills it again.
+    ``landing`` gives device memory of the input's size. Raises InputError where no kernel can lay out such an array.
+    """
+
+    def __init__(
+        self,
+        kernels: GatherKernels,
+        tensor: Tensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        landing: Callable[[], int],
+    ) -> None:
+        self._parts: list[Mover] = list(_fills(tensor, shape))
+        itemsize = ITEM_NBYTES[tensor.dtype]
+        whole = layouts.gather(shape, tensor.strides, strides)
+        if whole is not None:
+            self._parts.append(kernels.mover(whole, itemsize))
+            return
+        dense = layouts.dense_like(shape, tensor.strides)
+        gather = layouts.gather(shape, dense, strides)
+        if gather is None:
+            raise InputError(f"input {tensor.name!r}: strides {strides} cannot be laid out on the device")
+        rows = RowMover(shape, tensor.strides, dense, itemsize)
+        if gather.is_copy:
+            self._parts.append(rows)
+        else:
+            landed = landing()
+            self._parts += [_Redirected(kernels.mover(gather, itemsize), to=landed), _Redirected(rows, source=landed)]
+
+    def move(self, to: int, source: int, stream: Handle) -> None:
+        """As `Mover.move`."""
+        for part in self._parts:
+            part.move(to, source, stream)
+
+    def steps(self, to: int, source: int) -> list[Step]:
+        """As `Mover.steps`."""
+        return [step for part in self._parts for step in part.steps(to, source)]
+
+
+class _Redirected(Mover):
+    """A mover to or from a fixed address."""
+
+    def __init__(self, mover: Mover, *, to: int | None = None, source: int | None = None) -> None:
+        self._mover, self._to, self._source = mover, to, source
+
+    def _ends(self, to: int, source: int) -> tuple[int, int]:
+        return to if self._to is None else self._to, source if self._source is None else self._source
+
+    def move(self, to: int, source: int, stream: Handle) -> None:
+        self._mover.move(*self._ends(to, source), stream)
+
+    def steps(self, to: int, source: int) -> list[Step]:
+        return self._mover.steps(*self._ends(to, source))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill(Mover):
+    """Fills memory ``offset`` bytes after the destination; there is no source."""
+
+    offset: int
+    filling: Filling
+
+    def move(self, to: int, source: int, stream: Handle) -> None:
+        del source
+        value, itemsize, width, height, pitch = self.filling
+        call(f"cuMemsetD2D{8 * itemsize}Async", to + self.offset, pitch, value, width, height, stream)
+
+    def steps(self, to: int, source: int) -> list[Step]:
+        del source
+        return [partial(graph.add_fill, dst=to + self.offset, filling=self.filling)]
+
+
+def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
+    """Fills of at least the elements of an input beyond ``shape`` with its padding value."""
+    itemsize = ITEM_NBYTES[tensor.dtype]
+    words = _words(layouts.filling(tensor), tensor)
+    size = min(itemsize, _WORD_NBYTES)
+    if len(set(words)) > 1:  # a row for each word of an element
+        count = tensor.span_nbytes // itemsize
+        for position, word in enumerate(words):
+            yield _Fill(position * size, Filling(word, size, 1, count, itemsize))
+    elif not layouts.is_dense(tensor.shape, tensor.strides):
+        yield _Fill(0, Filling(words[0], size, tensor.span_nbytes // size))
+    else:
+        for given, whole, stride in zip(shape, tensor.shape, tensor.strides, strict=True):
+            if given < whole:
+                start, width, pitch = given * stride, (whole - given) * stride, whole * stride
+                height = prod(tensor.shape) // pitch
+                yield _Fill(start * itemsize, Filling(words[0], size, width * len(words), height, pitch * itemsize))
+
+
+def _words(value: int, tensor: Tensor) -> list[int]:
+    """The bits of an element of this value, in words of at most 4 bytes."""
+    itemsize = ITEM_NBYTES[tensor.dtype]
+    if not value:  # also of bfloat16, which numpy lacks
+        return [0] * -(-itemsize // _WORD_NBYTES)
+    element = np.array(value, numpy_dtype(tensor.dtype)).reshape(1)
+    words: list[int] = element.view(f"u{min(itemsize, _WORD_NBYTES)}").tolist()
+    return words

@@ -1,80 +1,114 @@
-"""The inputs and outputs of a program on a GPU: transfers from and to arrays on the host and on the GPU.
+"""Transfers between arrays of the caller and the inputs and outputs of a program on a GPU.
 
-An array on the host is copied to page-locked memory in its own layout, in parallel where it is large, and uploaded; one
-that is in page-locked memory may be uploaded from there. If its axes are in another order than the program's, a kernel
-permutes them on the device. An array on the GPU is copied or permuted there.
+A host array is copied to page-locked memory in its own layout and uploaded; if its axes are in another order than the
+program's, a kernel permutes them on the device. An array on the GPU is copied or permuted there.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TypeAlias
 
 import numpy as np
 
-from nimblert.arrays import dlpack, layouts, padding
+from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
-from nimblert.calls.remembering import remembered
-from nimblert.cuda import graph
-from nimblert.cuda.call_graphs import Arrival
-from nimblert.cuda.copiers import PART_NBYTES, copied
+from nimblert.cuda import driver, graph
+from nimblert.cuda.blocks import BlockPool, HostLayout, PooledBlock
 from nimblert.cuda.driver import Context, Handle, call
-from nimblert.cuda.early import Signal, StagedArrays, can_wait
 from nimblert.cuda.graph import Step
 from nimblert.cuda.memory import DeviceMemory, Staging, allocate
-from nimblert.cuda.movers import GatherKernels, Mover, RowMover
-from nimblert.cuda.padded import PaddingMover
-from nimblert.cuda.page_locked import PageLockedArrays
-from nimblert.cuda.pools import HostLayout, Lent, Pools, addresses
-from nimblert.dimensions import Shapes
+from nimblert.cuda.movers import GatherKernels, Mover, PaddingMover, RowMover
+from nimblert.cuda.uploader import Upload, Uploader
 from nimblert.plan import ITEM_NBYTES, Tensor
+from nimblert.plan.dimensions import Shapes
 
-_SMALL_NBYTES = 2 * PART_NBYTES
-"""Larger arrays are copied by several threads, and each part is uploaded when it is complete. The inputs of calls with
-more bytes are not uploaded by a graph."""
+_LARGE_NBYTES = 1 << 20
+"""Larger host arrays are read in place if they are page-locked, else copied by several threads."""
 
 _BY_KERNEL_NBYTES = 1 << 19
-"""No more is copied between the host and the GPU by kernels of a graph. With a program of 205 us on an H200 that saves
-10 of the 22 us that the copy engine adds, for 301 KB to the GPU and 2 KB from there."""
+"""Copies of a graph between the host and the GPU are made by kernels up to this size, by the copy engine above: with a
+program of 205 us on an H200, a kernel saves 10 of the 22 us that the copy engine adds."""
 
-_EARLY_NBYTES = 1 << 17
-"""Calls with no fewer bytes of inputs are launched before these are copied to page-locked memory. On an H200 that saves
-7 of 73 us with 301 KB, 19 of 132 us with 657 KB, and nothing with 128 KiB (bench/results/gpu/early_launches.json)."""
-
-_IN_PLACE_NBYTES = 1 << 18
-"""Inputs with fewer bytes are copied even if they are page-locked: the upload runs beside the copy, so that this takes
-no longer (bench/results/gpu/page_locked.json)."""
-
-_COPIED_NBYTES = 1 << 12
-"""An output of a call from the host with no more bytes gets to page-locked memory that each call overwrites, and is
-copied from there by the host: taking memory that the caller may keep would delay the launch."""
+_COPIED_NBYTES = 1 << 16
+"""Outputs up to this size are downloaded to page-locked memory that each call overwrites, and copied from there."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How arrays of one layout get from the host into an input.
+class HostInput:
+    """How host arrays of one layout get into an input: to ``staged``, page-locked memory, and then to the device.
 
-    An array is copied to ``staged``, page-locked memory in that layout at address ``host``, uploaded to ``device``, and
-    permuted by ``mover`` unless that is None. ``is_plain``: whether ``staged`` gets its bytes as they lie in memory, so
-    that the array can be uploaded in its place.
+    ``host`` is the address of ``staged``. ``mover`` permutes what was uploaded to ``landing`` into ``target``; without
+    one, that is the target. ``padding`` fills what an array of a smaller shape leaves; it is None for other arrays.
+    ``is_plain``: the bytes of an array are uploaded in their order in memory.
     """
 
     staged: np.ndarray
     host: int
-    device: int
+    landing: int
     nbytes: int
-    mover: Mover | None
+    target: int
+    mover: Mover | None = None
+    padding: int | None = None
     is_plain: bool = False
 
+    @property
+    def is_large(self) -> bool:
+        """Whether arrays are read in place or copied by several threads, see `enqueue`."""
+        return self.is_plain and self.nbytes > _LARGE_NBYTES
 
-Given: TypeAlias = tuple[tuple[Mover, int], ...]
-"""Arrays on the device, one for each input: one of `Inlet.movers` and an address."""
+    def fill(self, array: np.ndarray) -> None:
+        """Copy an array to the page-locked memory."""
+        if self.padding is None:
+            np.copyto(self.staged, array)
+        else:
+            layouts.place(self.staged, array, self.padding)
+
+    def enqueue(self, array: np.ndarray, stream: Handle, uploader: Uploader, *, in_place: bool) -> None:
+        """Enqueue the transfer of an array. ``in_place``: it may be read where it is, as the caller waits for that."""
+        if self.is_large:
+            address = page_locked(array) if in_place else None
+            if address is None:
+                uploader.enqueue([Upload(self.landing, layouts.in_memory_order(array).view(np.uint8))], stream)
+            else:
+                call("cuMemcpyHtoDAsync", self.landing, address, self.nbytes, stream)
+        elif self.nbytes:
+            self.fill(array)
+            call("cuMemcpyHtoDAsync", self.landing, self.host, self.nbytes, stream)
+        if self.mover is not None:
+            self.mover.move(self.target, self.landing, stream)
+
+    def steps(self, kernels: GatherKernels) -> list[Step]:
+        """Return the nodes of a graph that transfer what `fill` has copied."""
+        if not self.nbytes:
+            return []
+        add = _crossing(kernels, graph.add_upload)
+        uploaded: Step = partial(add, dst=self.landing, src=self.host, nbytes=self.nbytes)
+        return [uploaded, *([] if self.mover is None else self.mover.steps(self.target, self.landing))]
 
 
-class Inlet:
-    """The transfers into the inputs of a program. ``staging`` is page-locked memory that mirrors them."""
+@dataclass(frozen=True, slots=True)
+class DeviceInput:
+    """How arrays of one layout on the GPU get into an input, which lies at ``target``."""
+
+    mover: Mover
+    target: int
+
+    def enqueue(self, address: int, stream: Handle) -> None:
+        """Enqueue the copy of an array at ``address``."""
+        self.mover.move(self.target, address, stream)
+
+    def steps(self, address: int) -> list[Step]:
+        """Return what `enqueue` does as nodes of a graph."""
+        return self.mover.steps(self.target, address)
+
+
+InputTransfer: TypeAlias = HostInput | DeviceInput
+
+
+class InputTransfers:
+    """Makes the transfers into the inputs of a program. ``staging`` is page-locked memory that mirrors them."""
 
     def __init__(
         self,
@@ -84,159 +118,59 @@ class Inlet:
         staging: Staging,
         kernels: GatherKernels,
     ) -> None:
-        self._context = context
-        self._tensors = tensors
-        self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
-        self._nbytes = [tensor.span_nbytes for tensor in tensors]
-        self.is_small = sum(self._nbytes) <= _SMALL_NBYTES
-        """Whether a graph may upload the inputs."""
-        self._staging = staging
-        self._page_locked = PageLockedArrays()
-        self._kernels = kernels
-        self._landing: dict[tuple[int, str], int] = {}
-        self._ways: list[dict[Shapes, _Way]] = [{} for _ in tensors]
-        self.movers: list[dict[bytes, Mover]] = [{} for _ in tensors]
-        """For each input its movers of device arrays, by `dlpack.raw_numbers` of their shape and strides."""
+        self._context, self._tensors, self._memory = context, tensors, memory
+        self._staging, self._kernels = staging, kernels
+        self._landings: dict[tuple[int, str], int] = {}
 
     def moved(self, memory: DeviceMemory) -> None:
         """Transfer to the inputs in this memory from now on."""
-        self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
-        self._ways = [{} for _ in self._tensors]
+        self._memory = memory
 
-    def put(self, index: int, array: np.ndarray | DeviceArray, stream: Handle, *, in_place: bool) -> None:
-        """Enqueue the transfer of an array into input ``index``, whose dtype it has.
+    def prepare(self, index: int, array: np.ndarray | DeviceArray) -> InputTransfer:
+        """Return the transfer of arrays like this one, of the dtype of input ``index``.
 
-        An array of a smaller shape fills the start of the input along each axis, and the rest is padded. ``in_place``:
-        the caller waits for the transfer, so that an array in page-locked memory need not be copied before.
+        An array of a smaller shape fills the start of the input along each axis, and the rest is padded. Raises
+        InputError where an array on the GPU has a layout that no kernel can copy.
         """
-        if not self._nbytes[index]:
-            return
-        if isinstance(array, DeviceArray):
-            self._mover_of(index, array).move(self._addresses[index], array.address, stream)
-            return
-        if array.shape != self._tensors[index].shape and array.nbytes <= _SMALL_NBYTES:
-            padding.place(self._staging.views[index], array, padding.filling(self._tensors[index]))
-            self._staging.upload(index, stream)
-            return
-        way = self._way_of(index, array)
-        self._upload(way, array, stream, in_place=in_place)
-        if way.mover is not None:
-            way.mover.move(self._addresses[index], way.device, stream)
-
-    def uploads(self, arrays: Sequence[np.ndarray], signal: Signal | None) -> tuple[list[Arrival], StagedArrays]:
-        """The transfers of host arrays with the layouts of these, as nodes of a graph, and where these read them.
-
-        With a ``signal`` they wait until the arrays are there.
-        """
-        found = []
-        staged = StagedArrays(signal, self._in_place)
-        for index, array in enumerate(arrays):
-            way = self._way_of(index, array)
-            first = staged.add(way.staged, way.host, way.nbytes, is_plain=way.is_plain)
-            add: Callable[..., Handle] = _crossing(self._kernels, graph.add_upload)
-            if signal is not None:
-                add = partial(signal.add_upload, index=index, first=first)
-            steps: list[Step] = [partial(add, dst=way.device, src=way.host, nbytes=way.nbytes)]
-            if way.mover is not None:
-                steps += way.mover.steps(self._addresses[index], way.device)
-            found.append(Arrival(steps))
-        return found, staged
-
-    def may_be_early(self, arrays: Sequence[np.ndarray]) -> bool:
-        """Whether it is worth while, and possible, to launch calls with arrays like these before their uploads."""
-        ways = [self._way_of(index, array) for index, array in enumerate(arrays)]
-        return sum(way.nbytes for way in ways) >= _EARLY_NBYTES and all(can_wait(way.device, way.host) for way in ways)
-
-    def moves(self, arrays: Given) -> list[Arrival]:
-        """The transfers of device arrays as nodes of a graph."""
-        return [
-            Arrival(mover.steps(to, address)) for (mover, address), to in zip(arrays, self._addresses, strict=True)
-        ]
-
-    def move(self, arrays: Given, stream: Handle) -> None:
-        """Enqueue the transfer of a device array into every input."""
-        for (mover, address), to in zip(arrays, self._addresses, strict=True):
-            mover.move(to, address, stream)
-
-    def _mover_of(self, index: int, array: DeviceArray) -> Mover:
-        layout = dlpack.raw_numbers((*array.shape, *array.strides))
-        mover = self.movers[index].get(layout)
-        return mover or remembered(self.movers[index], layout, self._mover(index, array))
-
-    def _mover(self, index: int, array: DeviceArray) -> Mover:
         tensor = self._tensors[index]
-        if array.shape == tensor.shape:
-            return self._kernels.mover_to("input", tensor, array.strides)
-        return self._padding_mover(index, array.shape, array.strides)
-
-    def _padding_mover(self, index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Mover:
-        landing = partial(self._landing_of, index, "permuted")
-        return PaddingMover(self._kernels, self._tensors[index], shape, strides, landing)
-
-    def _way_of(self, index: int, array: np.ndarray) -> _Way:
-        way = self._ways[index].get((array.shape, array.strides))
-        if way is not None:
-            return way
+        target = self._memory.address(tensor.pointer)
+        if isinstance(array, DeviceArray):
+            if array.shape == tensor.shape:
+                return DeviceInput(self._kernels.mover_to("input", tensor, array.strides), target)
+            landing = partial(self._landing, index, "permuted")
+            return DeviceInput(PaddingMover(self._kernels, tensor, array.shape, array.strides, landing), target)
+        memory, host = self._staging.bytes_of(index)
+        view = self._staging.views[index]
+        if array.shape != tensor.shape:
+            fill = layouts.filling(tensor)
+            return HostInput(view, host, target, tensor.span_nbytes, target, padding=fill)
         is_dense = layouts.is_dense(array.shape, array.strides, array.itemsize)
-        dense = array if is_dense else np.ascontiguousarray(array)
-        made = self._way(index, dense) if array.shape == self._tensors[index].shape else self._padded_way(index, dense)
-        made = replace(made, is_plain=is_dense and made.staged.strides == array.strides)
-        return remembered(self._ways[index], (array.shape, array.strides), made)
-
-    def _way(self, index: int, array: np.ndarray) -> _Way:
-        """Of a dense array."""
-        tensor, address = self._tensors[index], self._addresses[index]
-        memory, host = self._staging.bytes_of(index)
-        gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(array))
+        elements = layouts.element_strides(array) if is_dense else layouts.dense_strides(array.shape)
+        gather = layouts.gather(tensor.shape, tensor.strides, elements)
         if gather is None:  # the program reads it with gaps
-            return _Way(self._staging.views[index], host, address, self._nbytes[index], None)
-        staged = np.ndarray(array.shape, array.dtype, memory, strides=array.strides)
+            return HostInput(view, host, target, tensor.span_nbytes, target)
+        strides = [stride * array.itemsize for stride in elements]
+        staged = np.ndarray(array.shape, array.dtype, memory, strides=strides)
         if gather.is_copy:
-            return _Way(staged, host, address, array.nbytes, None)
+            return HostInput(staged, host, target, array.nbytes, target, is_plain=is_dense)
         mover = self._kernels.mover(gather, array.itemsize)
-        return _Way(staged, host, self._landing_of(index, "uploaded"), array.nbytes, mover)
+        landing_at = self._landing(index, "uploaded")
+        return HostInput(staged, host, landing_at, array.nbytes, target, mover, is_plain=is_dense)
 
-    def _padded_way(self, index: int, array: np.ndarray) -> _Way:
-        """Of a dense array of a smaller shape."""
-        memory, host = self._staging.bytes_of(index)
-        dense = layouts.dense_like(array.shape, self._tensors[index].strides)
-        strides = layouts.element_strides(array)
-        if layouts.gather(array.shape, dense, strides) is None:  # then it is permuted on the host
-            strides = dense
-        staged = np.ndarray(array.shape, array.dtype, memory, strides=[stride * array.itemsize for stride in strides])
-        mover = self._padding_mover(index, array.shape, strides)
-        return _Way(staged, host, self._landing_of(index, "uploaded"), array.nbytes, mover)
-
-    def _landing_of(self, index: int, state: str) -> int:
+    def _landing(self, index: int, state: str) -> int:
         """Device memory for an array before it is permuted or padded into an input; each ``state`` has its own."""
-        if (index, state) not in self._landing:
+        if (index, state) not in self._landings:
             tensor = self._tensors[index]
-            self._landing[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
-        return self._landing[index, state]
-
-    def _in_place(self, array: np.ndarray) -> int | None:
-        """The address by which the GPU can read a dense array; None where it is to be copied."""
-        if array.nbytes < _IN_PLACE_NBYTES:
-            return None
-        address = self._page_locked.address(array)
-        return None if address is None or self._staging.holds(address) else address
-
-    def _upload(self, way: _Way, array: np.ndarray, stream: Handle, *, in_place: bool) -> None:
-        if way.is_plain and in_place and self._in_place(array) is not None:
-            call("cuMemcpyHtoDAsync", way.device, array.ctypes.data, way.nbytes, stream)
-        elif way.is_plain and way.nbytes > _SMALL_NBYTES:
-            to, source = (layouts.in_memory_order(each).view(np.uint8) for each in (way.staged, array))
-            with closing(copied(to, source)) as parts:
-                for start in parts:
-                    nbytes = min(PART_NBYTES, way.nbytes - start)
-                    call("cuMemcpyHtoDAsync", way.device + start, way.host + start, nbytes, stream)
-        else:
-            np.copyto(way.staged, array)
-            call("cuMemcpyHtoDAsync", way.device, way.host, way.nbytes, stream)
+            self._landings[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])
+        return self._landings[index, state]
 
 
-class Outlet:
-    """The transfers of the outputs of a program. ``staging`` is page-locked memory that mirrors them."""
+class OutputTransfers:
+    """Makes the transfers of the outputs of a program, whose tensors may be cropped.
+
+    ``staging`` is page-locked memory that mirrors them; blocks for callers come from the pools of the host and of the
+    GPU ``device``.
+    """
 
     def __init__(
         self,
@@ -244,58 +178,73 @@ class Outlet:
         memory: DeviceMemory,
         staging: Staging,
         kernels: GatherKernels,
-        pools: Pools,
+        pools: tuple[BlockPool, BlockPool],
+        device: int,
     ) -> None:
-        self._tensors = tensors
-        self._addresses = [memory.address(tensor.pointer) for tensor in tensors]
-        self._nbytes = [tensor.span_nbytes for tensor in tensors]
+        self.tensors, self._memory, self._staging, self._kernels = tensors, memory, staging, kernels
+        self._pools, self._device = pools, device
+        self._host_pool, self._device_pool = pools
+        self.addresses = [memory.address(tensor.pointer) for tensor in tensors]
+        self.nbytes = [tensor.span_nbytes for tensor in tensors]
+        self._views = [layouts.strided(staging.bytes_of(index)[0], tensor) for index, tensor in enumerate(tensors)]
         self._layouts = [HostLayout.of(tensor) for tensor in tensors]
-        self._views = [_cropped(view, t.shape) for view, t in zip(staging.views, tensors, strict=True)]
-        sized = zip(tensors, self._views, self._nbytes, strict=True)
-        self._copied = [(tensor.name, view) for tensor, view, nbytes in sized if nbytes <= _COPIED_NBYTES]
-        self._memory = memory
-        self._staging = staging
-        self._kernels = kernels
-        self._pools = pools
-        self._heads: dict[Shapes, Outlet] = {}
+        self._is_small = [nbytes <= _COPIED_NBYTES for nbytes in self.nbytes]
 
-    @property
-    def shapes(self) -> Shapes:
-        """The shapes of the outputs."""
-        return tuple(tensor.shape for tensor in self._tensors)
+    def cropped(self, shapes: Shapes) -> "OutputTransfers":
+        """Return the transfers of the outputs cropped to these shapes."""
+        heads = [layouts.head(tensor, shape) for tensor, shape in zip(self.tensors, shapes, strict=True)]
+        return OutputTransfers(heads, self._memory, self._staging, self._kernels, self._pools, self._device)
 
-    def cropped(self, shapes: Shapes) -> "Outlet":
-        """The transfers of the outputs cropped to these shapes."""
-        found = self._heads.get(shapes)
-        if found is not None:
-            return found
-        heads = [padding.head(tensor, shape) for tensor, shape in zip(self._tensors, shapes, strict=True)]
-        made = Outlet(heads, self._memory, self._staging, self._kernels, self._pools)
-        return remembered(self._heads, shapes, made)
+    def small_downloads(self) -> list[Step]:
+        """Return the nodes of a graph that download the small outputs to staging memory."""
+        add = _crossing(self._kernels, graph.add_download)
+        return [
+            partial(add, dst=self._staging.bytes_of(index)[1], src=address, nbytes=nbytes)
+            for index, (address, nbytes) in enumerate(zip(self.addresses, self.nbytes, strict=True))
+            if nbytes and self._is_small[index]
+        ]
 
-    def moved(self, memory: DeviceMemory) -> None:
-        """Transfer from the outputs in this memory from now on."""
-        self._memory = memory
-        self._addresses = [memory.address(tensor.pointer) for tensor in self._tensors]
-        self._heads.clear()
+    def enqueue_small(self, stream: Handle) -> None:
+        """Enqueue what `small_downloads` does."""
+        for index, is_small in enumerate(self._is_small):
+            if is_small:
+                self._staging.download(index, stream)
 
-    def to_host(self, index: int, stream: Handle, *, reuse: bool) -> np.ndarray:
-        """Enqueue the download of an output, and return the array that then holds it.
+    def enqueue_large(self, stream: Handle) -> list[np.ndarray | None]:
+        """Enqueue the downloads of the large outputs, and return new arrays for them; None for small ones."""
+        # Every block is there before the first download: where there is no memory for one, none returns to the pool
+        # while the GPU writes into it.
+        pairs = zip(self.nbytes, self._is_small, strict=True)
+        blocks = [None if is_small else self._host_pool.take(nbytes) for nbytes, is_small in pairs]
+        return [None if block is None else self._download(i, block, stream) for i, block in enumerate(blocks)]
 
-        It is new, or with ``reuse`` a view of memory that the next run overwrites.
-        """
-        if reuse or not self._nbytes[index]:
-            self._staging.download(index, stream)
+    def _download(self, index: int, block: PooledBlock, stream: Handle) -> np.ndarray:
+        call("cuMemcpyDtoHAsync", block.address, self.addresses[index], self.nbytes[index], stream)
+        return self._layouts[index].over(block)
+
+    def on_host(self, large: Sequence[np.ndarray | None]) -> dict[str, np.ndarray | DeviceOutput]:
+        """Return the outputs by name once they are downloaded, the small ones as copies."""
+        return {
+            tensor.name: view.copy(order="K") if array is None else array
+            for tensor, view, array in zip(self.tensors, self._views, large, strict=True)
+        }
+
+    def staged(self, index: int, stream: Handle) -> np.ndarray:
+        """Enqueue the download of an output to staging memory, and return a view of that."""
+        self._staging.download(index, stream)
+        return self._views[index]
+
+    def to_host(self, index: int, stream: Handle) -> np.ndarray:
+        """Enqueue the download of an output to a new array."""
+        if not self.nbytes[index]:
             return self._views[index]
-        lent = self._pools.host.take(self._nbytes[index], stream, is_shared=False)
-        call("cuMemcpyDtoHAsync", lent.address, self._addresses[index], self._nbytes[index], stream)
-        return self._layouts[index].at(lent)
+        return self._download(index, self._host_pool.take(self.nbytes[index]), stream)
 
     def to_array(self, index: int, out: DeviceArray, stream: Handle) -> None:
         """Enqueue the copy of an output to a caller's array on the device."""
-        if not self._nbytes[index]:
+        if not self.nbytes[index]:
             return
-        tensor, address = self._tensors[index], self._addresses[index]
+        tensor, address = self.tensors[index], self.addresses[index]
         itemsize = ITEM_NBYTES[tensor.dtype]
         gather = layouts.gather(out.shape, out.strides, tensor.strides)
         if gather is not None:
@@ -303,98 +252,64 @@ class Outlet:
         else:
             RowMover(out.shape, out.strides, tensor.strides, itemsize).move(out.address, address, stream)
 
-    def to_device(
-        self, index: int, stream: Handle, *, reuse: bool, precede: Callable[[int], None] | None
-    ) -> DeviceOutput:
-        """As `to_host`, on the device: a new array, or with ``reuse`` a view of the program's own memory.
+    def take_blocks(self, stream: Handle) -> list[PooledBlock | None]:
+        """Return device memory for each output, for work on ``stream``; None for an empty one."""
+        return [self._device_pool.take(nbytes, stream) if nbytes else None for nbytes in self.nbytes]
 
-        ``precede``: see `DeviceArray`; None where the caller gets the output once ``stream`` has ended.
-        """
-        lent, nbytes = None, self._nbytes[index]
-        if not reuse and nbytes:
-            lent = self._pools.device.take(nbytes, stream, is_shared=precede is not None)
-            call("cuMemcpyDtoDAsync", lent.address, self._addresses[index], nbytes, stream)
-        return self._output(index, self._tensors[index], lent, precede)
+    def enqueue_copies(self, blocks: Sequence[PooledBlock | None], stream: Handle) -> None:
+        """Enqueue the copy of each output to its block."""
+        for block, address, nbytes in zip(blocks, self.addresses, self.nbytes, strict=True):
+            if block is not None:
+                call("cuMemcpyDtoDAsync", block.address, address, nbytes, stream)
 
-    def lend_host(self) -> list[Lent | None]:
-        """New page-locked memory for each output; None for a small one, which uses the program's own."""
-        take = self._pools.host.take
-        return [None if nbytes <= _COPIED_NBYTES else take(nbytes, None, is_shared=False) for nbytes in self._nbytes]
-
-    def on_host(self, lent: Sequence[Lent | None]) -> list[int | None]:
-        """The address in memory of `lend_host` of each output; None for an empty one."""
-        own = [self._staging.bytes_of(index)[1] if nbytes else None for index, nbytes in enumerate(self._nbytes)]
-        return [address if memory is None else memory.address for memory, address in zip(lent, own, strict=True)]
-
-    def lend_device(self, stream: Handle) -> list[Lent | None]:
-        """New device memory for each output, for work on ``stream`` that is waited for; None for an empty one."""
-        return [self._pools.device.take(nbytes, stream, is_shared=False) if nbytes else None for nbytes in self._nbytes]
-
-    def download(self, lent: Sequence[Lent | None], stream: Handle) -> None:
-        """Enqueue the copy of each output to memory of `lend_host`."""
-        self._enqueue("cuMemcpyDtoHAsync", self.on_host(lent), stream)
-
-    def copy(self, lent: Sequence[Lent | None], stream: Handle) -> None:
-        """Enqueue the copy of each output to memory of `lend_device`."""
-        self._enqueue("cuMemcpyDtoDAsync", addresses(lent), stream)
-
-    def _enqueue(self, api: str, to: Sequence[int | None], stream: Handle) -> None:
-        for address, source, nbytes in zip(to, self._addresses, self._nbytes, strict=True):
-            if address is not None:
-                call(api, address, source, nbytes, stream)
-
-    def downloads(self, to: Sequence[int | None]) -> list[Step]:
-        """The copy of each output to an address in page-locked memory, as nodes of a graph; None: not that one."""
-        return self._steps(_crossing(self._kernels, graph.add_download), to)
-
-    def copies(self, to: Sequence[int | None]) -> list[Step]:
-        """As `downloads`, to memory of the GPU."""
-        return self._steps(graph.add_copy, to)
-
-    def _steps(self, add: Callable[..., Handle], to: Sequence[int | None]) -> list[Step]:
+    def copy_steps(self, to: Sequence[int | None]) -> list[Step]:
+        """Return the nodes of a graph that copy each output to an address; None: not that one."""
         return [
-            partial(add, dst=address, src=source, nbytes=nbytes)
-            for address, source, nbytes in zip(to, self._addresses, self._nbytes, strict=True)
+            partial(graph.add_copy, dst=address, src=source, nbytes=nbytes)
+            for address, source, nbytes in zip(to, self.addresses, self.nbytes, strict=True)
             if address is not None
         ]
 
-    def arrays(self, lent: Sequence[Lent | None]) -> dict[str, np.ndarray | DeviceOutput]:
-        """The outputs by name, as arrays over memory of `lend_host`; see `copy_small`."""
-        results: dict[str, np.ndarray | DeviceOutput] = {}
-        for index, (tensor, memory) in enumerate(zip(self._tensors, lent, strict=True)):
-            results[tensor.name] = self._views[index] if memory is None else self._layouts[index].at(memory)
-        return results
+    def in_blocks(self, blocks: Sequence[PooledBlock | None]) -> dict[str, np.ndarray | DeviceOutput]:
+        """Return the outputs by name, as arrays over the blocks."""
+        return {
+            tensor.name: self._output(index, blocks[index], None) for index, tensor in enumerate(self.tensors)
+        }
 
-    def copy_small(self, results: dict[str, np.ndarray | DeviceOutput]) -> None:
-        """Have the small outputs of `arrays`, which the next call overwrites, be the caller's own."""
-        for name, view in self._copied:
-            results[name] = view.copy(order="K")
+    def to_device(
+        self, index: int, stream: Handle, *, reuse: bool, precede: Callable[[int], None] | None
+    ) -> DeviceOutput:
+        """Enqueue the copy of an output to a new array; with ``reuse`` it is a view of the program's own memory.
 
-    def on_device(self, lent: Sequence[Lent | None]) -> dict[str, np.ndarray | DeviceOutput]:
-        """The outputs by name, as arrays over memory of `lend_device`."""
-        results: dict[str, np.ndarray | DeviceOutput] = {}
-        for index, (tensor, memory) in enumerate(zip(self._tensors, lent, strict=True)):
-            results[tensor.name] = self._output(index, tensor, memory)
-        return results
+        ``precede`` makes another stream wait for the output; None where the caller waits for ``stream``.
+        """
+        block, nbytes = None, self.nbytes[index]
+        if not reuse and nbytes:
+            block = self._device_pool.take(nbytes, stream)
+            block.is_shared = precede is not None
+            call("cuMemcpyDtoDAsync", block.address, self.addresses[index], nbytes, stream)
+        return self._output(index, block, precede)
 
     def _output(
-        self, index: int, tensor: Tensor, lent: Lent | None, precede: Callable[[int], None] | None = None
+        self, index: int, block: PooledBlock | None, precede: Callable[[int], None] | None
     ) -> DeviceOutput:
-        """An output in lent memory, or in the program's own."""
-        address = self._addresses[index] if lent is None else lent.address
-        return DeviceOutput(self._array(tensor, tensor.strides, address, lent, precede))
+        """An output in a block, or in the program's own memory."""
+        tensor = self.tensors[index]
+        address = self.addresses[index] if block is None else block.address
+        return DeviceOutput(self._array(tensor, tensor.strides, address, block, precede))
 
     def empty(self, tensor: Tensor, stream: Handle, precede: Callable[[int], None] | None) -> DeviceArray:
-        """A new array for an output, C-contiguous; ``precede`` as in `to_device`."""
-        lent = self._pools.device.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream, is_shared=True)
-        return self._array(tensor, layouts.dense_strides(tensor.shape), lent.address, lent, precede)
+        """Return a new array for an output, C-contiguous; ``precede`` as in `to_device`."""
+        block = self._device_pool.take(prod(tensor.shape) * ITEM_NBYTES[tensor.dtype], stream)
+        block.is_shared = True
+        return self._array(tensor, layouts.dense_strides(tensor.shape), block.address, block, precede)
 
     def _array(
         self,
         tensor: Tensor,
         strides: tuple[int, ...],
         address: int,
-        owner: Lent | None,
+        owner: PooledBlock | None,
         precede: Callable[[int], None] | None,
     ) -> DeviceArray:
         return DeviceArray(
@@ -402,14 +317,14 @@ class Outlet:
             dtype=tensor.dtype,
             shape=tensor.shape,
             strides=strides,
-            device=self._pools.ordinal,
+            device=self._device,
             precede=precede,
             owner=owner,
         )
 
 
 def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable[..., Handle]:
-    """Adds copies between host and GPU to a graph: small ones by a kernel, larger ones by the copy ``engine``."""
+    """Return a function that adds copies between host and GPU to a graph, large ones by the copy ``engine``."""
 
     def add(built: Handle, dst: int, src: int, nbytes: int) -> Handle:
         chosen = kernels.add_copy if nbytes <= _BY_KERNEL_NBYTES else engine
@@ -418,5 +333,19 @@ def _crossing(kernels: GatherKernels, engine: Callable[..., Handle]) -> Callable
     return add
 
 
-def _cropped(view: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return view if view.shape == shape else view[tuple(map(slice, shape))]
+def page_locked(array: np.ndarray) -> int | None:
+    """Return the address by which the GPU reads a dense array in place; None for ordinary memory."""
+    owner: object = array.base
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if owner is None:
+        return None  # memory of numpy's own
+    first = int(array.__array_interface__["data"][0])
+    address, last = _device_address(first), _device_address(first + array.nbytes - 1)
+    return address if address is not None and last == address + array.nbytes - 1 else None
+
+
+def _device_address(address: int) -> int | None:
+    attribute = driver.bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    status, *found = driver.bindings().cuPointerGetAttribute(attribute, address)
+    return int(found[0]) if status == 0 else None

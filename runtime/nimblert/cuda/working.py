@@ -1,48 +1,113 @@
 """The device memory that the programs of a context share, and the work in flight there."""
 
 import threading
-from functools import partial
+from contextlib import closing
 from typing import Any
 
+import numpy as np
+
 from nimblert.arrays import device_arrays
-from nimblert.arrays.device_arrays import DeviceArray
-from nimblert.calls.remembering import remembered
+from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.cuda import driver
+from nimblert.cuda.blocks import BlockPool
 from nimblert.cuda.driver import NO_TIMING, PER_THREAD, Context, Handle, call
-from nimblert.cuda.memory import Bases, allocate, place_working
-from nimblert.cuda.state import DeviceState
+from nimblert.cuda.memory import DEFAULT_STREAM, Bases, allocate
+from nimblert.cuda.movers import GatherKernels
+from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.errors import InputError
-from nimblert.plan import Plan, Region
+from nimblert.plan import Plan, Region, Tensor
+
+
+class DeviceState:
+    """The STATE region of a plan, at an address on one GPU. Each call waits until it is done.
+
+    ``stream`` is the one that waits for arrays of the caller. The GPU's context is current in the calling thread, and
+    no run uses the region meanwhile. Device memory that `copy` has handed out is freed by its last user, also after
+    `close`.
+    """
+
+    def __init__(self, plan: Plan, device: int, base: int, stream: int, uploader: Uploader) -> None:
+        self._plan = plan
+        self._device = device
+        self._base = base
+        self._stream = stream
+        self._uploader = uploader
+        self._pool = BlockPool(Context(device), on_device=True)
+
+    def reset(self) -> None:
+        """Restore the initial values."""
+        upload_region(self._uploader, self._base, self._plan.state)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of ``nbytes`` bytes, as uint8."""
+        host = np.empty(nbytes, np.uint8)
+        if nbytes:
+            call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
+        return host
+
+    def copy(self, tensor: Tensor) -> DeviceOutput:
+        """A copy of a tensor in device memory."""
+        block = self._pool.take(tensor.span_nbytes, DEFAULT_STREAM)
+        if tensor.span_nbytes:
+            call("cuMemcpyDtoD", block.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
+        return DeviceOutput(
+            DeviceArray(
+                address=block.address,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                strides=tensor.strides,
+                device=self._device,
+                owner=block,
+            )
+        )
+
+    def write(self, tensor: Tensor, array: np.ndarray | DeviceArray) -> None:
+        """Copy an array of the tensor's dtype and shape into the tensor."""
+        if not tensor.span_nbytes:
+            return
+        target = self._base + tensor.pointer.offset
+        if isinstance(array, DeviceArray):
+            with closing(Context(self._device)) as context:
+                mover = GatherKernels(context).mover_to("state", tensor, array.strides)
+                mover.move(target, array.address, self._stream)
+                call("cuStreamSynchronize", self._stream)
+        else:
+            dense = np.ascontiguousarray(array)
+            call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
+
+    def close(self) -> None:
+        """Free the memory that nobody uses."""
+        self._pool.close()
+
 
 _MOST_KEPT = 64
-"""The most launches whose arrays are kept alive before waiting for them."""
+"""The most calls whose arrays are kept alive before waiting for them."""
 
 
 class InFlight:
     """The work in a memory that was enqueued without waiting; the next user of the memory waits for it.
 
-    Its event is destroyed with ``context``. ``is_shared``: several contexts use the memory, perhaps in several threads.
+    ``stream`` is the stream of the work; None where there is none. Several contexts, perhaps in several threads, may
+    share the memory.
     """
 
-    def __init__(self, context: Context, *, is_shared: bool = False) -> None:
-        self.is_shared = is_shared
+    def __init__(self, context: Context) -> None:
         self._make_current = context.make_current
-        self.event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-        """Recorded after the work, by `enqueued` or by a node of the graph that was launched."""
-        self._record = partial(driver.function("cuEventRecord"), self.event)
+        self._event: Handle = context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
+        self._record = driver.function("cuEventRecord")
         self.stream: int | None = None
-        """The stream of the work; None where there is none."""
         self._kept: list[object] = []
-        self.tracking = threading.RLock()
-        """Held while ``stream`` is set, where the memory is shared."""
+        self._tracking = threading.RLock()
 
     def precede(self, stream: int) -> None:
         """Make later work on ``stream`` wait for it."""
         if self.stream is not None and (self.stream != stream or stream == PER_THREAD):
-            call("cuStreamWaitEvent", stream, self.event, 0)
+            call("cuStreamWaitEvent", stream, self._event, 0)
 
     def precede_reader(self, stream: int) -> None:
-        """As `precede`, on a stream of another library, in any thread and also once this is closed."""
+        """As `precede`, on a stream of another library, in any thread and also once the context is closed."""
         if self.stream is not None:
             self._make_current()
             self.precede(stream)
@@ -50,18 +115,19 @@ class InFlight:
     def enqueued(self, stream: int, arrays: object) -> None:
         """Track the work enqueued on ``stream`` so far; ``arrays`` are kept alive until it has ended."""
         if len(self._kept) >= _MOST_KEPT:
-            call("cuEventSynchronize", self.event)
+            call("cuEventSynchronize", self._event)
             self._kept.clear()
-        with self.tracking:
-            self._record(stream)
+        with self._tracking:
+            self._record(self._event, stream)
             self.stream = stream
-            self._kept.append(arrays)
+            if arrays is not None:
+                self._kept.append(arrays)
 
     def wait(self) -> None:
         """Wait until it has ended."""
         if self.stream is not None:
-            with self.tracking:
-                call("cuEventSynchronize", self.event)
+            with self._tracking:
+                call("cuEventSynchronize", self._event)
                 self.ended()
 
     def ended(self) -> None:
@@ -72,8 +138,8 @@ class InFlight:
     def close(self) -> None:
         """Wait for it, ignoring errors: after a kernel has failed, the driver refuses every call."""
         if self.stream is not None:
-            with self.tracking:
-                driver.bindings().cuEventSynchronize(self.event)
+            with self._tracking:
+                driver.bindings().cuEventSynchronize(self._event)
                 self.ended()
 
 
@@ -85,7 +151,7 @@ class DeviceArena:
         self._context = Context(device)
         try:
             self.address = allocate(self._context, nbytes)
-            self.in_flight = InFlight(self._context, is_shared=True)
+            self.in_flight = InFlight(self._context)
         except BaseException:
             self._context.close()
             raise
@@ -98,42 +164,42 @@ class DeviceArena:
 class CudaWorking:
     """The device memory that the programs of a context share, and the stream that they run on."""
 
-    def __init__(self, plan: Plan, device: int, arena: DeviceArena | None, *, poison: bool) -> None:
+    def __init__(
+        self, plan: Plan, device: int, arena: DeviceArena | None, uploader: Uploader, *, poison: bool
+    ) -> None:
         self._context = Context(device)
         self._device = device
         self._is_only_gpu = driver.count() == 1
-        self._here: dict[int, bool] = {}
-        """Addresses that were found to be on this GPU, or within its reach: the driver takes 8 us to tell."""
-        self._taking = threading.RLock()
-        self._closed = False
+        self._taking = threading.Lock()
         try:
             non_blocking = driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
             created = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
             self.stream = int(created)
             self._written = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-            address = None if arena is None else arena.address
-            self.bases: Bases = place_working(self._context, plan, address, poison=poison)
+            state = allocate(self._context, plan.state_nbytes)
+            address = allocate(self._context, plan.arena_nbytes, poison=poison) if arena is None else arena.address
+            self.bases: Bases = {(Region.ARENA, 0): address, (Region.STATE, 0): state}
             self.in_flight = InFlight(self._context) if arena is None else arena.in_flight
-            self._kept = DeviceState(plan, device, self.bases[Region.STATE, 0], self.stream)
+            self._kept = DeviceState(plan, device, state, self.stream, uploader)
+            self._kept.reset()
         except BaseException:
             self._context.close()
             raise
 
     def take(self, value: Any, ordinal: int, stream: int | None = None) -> DeviceArray:
-        """An array of the caller on this GPU, ready for later work on ``stream``, by default the context's.
+        """Return an array of the caller on this GPU, ready for later work on ``stream``, by default the context's.
 
         Raises InputError where it is on another GPU, and once this is closed.
         """
         self._check_here(ordinal)
         with self._taking:  # no other thread may record the event in between, or close this
-            if self._closed:
+            if self._context.is_closed:
                 raise InputError("the context that would read it is closed")
             self._context.make_current()
             reader = self.stream if stream is None else stream
             array = device_arrays.take(value, reader)
-            if ordinal == -1 and not self._is_only_gpu and array.address not in self._here:
+            if ordinal == -1 and not self._is_only_gpu:
                 self._check_here(_ordinal(array.address))
-                remembered(self._here, array.address, found=True)
             if array.stream is not None and array.stream != reader:
                 call("cuEventRecord", self._written, array.stream)
                 call("cuStreamWaitEvent", reader, self._written, 0)
@@ -144,9 +210,9 @@ class CudaWorking:
             raise InputError(f"is on GPU {ordinal}, the plan runs on GPU {self._device}: copy it there")
 
     def stream_handle(self, stream: Any) -> int | None:
-        """The handle of a stream of the caller, or None: an int, or what `__cuda_stream__` gives. Raises InputError.
+        """Return the handle of a stream of the caller, or None: an int, or what `__cuda_stream__` gives.
 
-        The protocol: https://nvidia.github.io/cuda-python/cuda-core/latest/interoperability.html.
+        The protocol: https://nvidia.github.io/cuda-python/cuda-core/latest/interoperability.html. Raises InputError.
         """
         if stream is None or (type(stream) is int and stream >= 0):
             return stream
@@ -166,7 +232,6 @@ class CudaWorking:
     def close(self) -> None:
         """Free it; the programs that use it must be closed."""
         with self._taking:
-            self._closed = True
             self._kept.close()
             self._context.close()
 

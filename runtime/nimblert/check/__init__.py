@@ -1,0 +1,1 @@
+"""The checks of a plan: its rules, the order of its commands, and the ONNX models in it."""

@@ -1,0 +1,364 @@
+"""Verification of a plan: every rule that needs no device.
+
+A broken rule yields a sentence, `path: actual, expected`. Whatever a plan file decodes to, nothing here raises. Whether
+conflicting commands are ordered is checked by `nimblert.check.hazards`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nimblert.arrays.layouts import is_dense
+from nimblert.check import entry_rules, launch_limits, limit_rules, refit_rules, state_rules
+from nimblert.check.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
+from nimblert.errors import PlanInvalidError
+from nimblert.plan import (
+    Candidate,
+    Golden,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    ParameterKind,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Role,
+    ScheduleRecord,
+    Target,
+    Tensor,
+    Wait,
+    Weight,
+    Work,
+)
+from nimblert.plan.limits import DEFAULT_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from nimblert.check.cpu_rules import Nodes
+
+MAX_BIAS = 1 << 40
+"""How far from its region a relocation may point; see `Pointer`."""
+MAX_POLICY_LENGTH = 64
+
+_MOST_SENTENCES = 1 << 16
+"""A plan may break each rule a million times."""
+
+
+def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
+    """Yield a sentence for each rule that the plan breaks, and each of ``limits`` that it exceeds; none if it is valid.
+
+    Whether conflicting accesses are ordered is checked by `hazards`. Ends after 65,536 sentences.
+    """
+    beyond = tuple(limit_rules.problems(plan, limits))
+    # A plan beyond a limit is not examined further.
+    return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
+
+
+def check(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Raise PlanInvalidError if there are `problems`."""
+    if found := tuple(problems(plan, limits)):
+        raise PlanInvalidError(found)
+
+
+def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
+    if not plan.programs:
+        yield "programs: the plan has none"
+    yield from _repeated("programs", [program.name for program in plan.programs])
+    yield from entry_rules.problems(plan)
+    for i, module in enumerate(plan.modules):
+        if not module.code.nbytes or not module.code.c_contiguous:
+            yield f"modules[{i}].code: is empty or not contiguous"
+    for i, kernel in enumerate(plan.kernels):
+        yield from under(f"kernels[{i}]", _kernel_problems(kernel, plan))
+    nodes = None
+    if plan.target == Target.CPU:
+        from nimblert.check import cpu_rules  # which reads ONNX models
+
+        yield from cpu_rules.kernels_problems(plan, limits)
+        nodes = cpu_rules.Nodes(plan.modules)
+    yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
+    yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
+    yield from state_rules.problems(plan)
+    params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
+    for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
+        for i, program in enumerate(programs):
+            sizes = region_sizes(plan, program)
+            scope = _Scope(
+                plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes, nodes=nodes
+            )
+            yield from under(f"{path}[{i}]", _program_problems(scope))
+    yield from refit_rules.problems(plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """What the rules of a command refer to; ``params_nbytes`` is that of each kernel.
+
+    ``nodes`` are those of the modules on the CPU target, None on the CUDA target.
+    """
+
+    plan: Plan
+    limits: Limits
+    program: Program
+    sizes: Sizes
+    params_nbytes: tuple[int, ...]
+    nodes: "Nodes | None"
+
+    @property
+    def refits(self) -> bool:
+        """Whether the program may write weights."""
+        return self.program.role is Role.REFIT
+
+
+def _repeated(path: str, names: Sequence[str]) -> Iterator[str]:
+    if len(set(names)) != len(names):
+        yield f"{path}: two have the same name"
+
+
+def _index_problems(path: str, index: int, count: int, what: str) -> Iterator[str]:
+    if not 0 <= index < count:
+        yield f"{path}: {index} is out of range (there are {count} {what})"
+
+
+def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, limits: Limits) -> Iterator[str]:
+    if not 0 <= region_nbytes < MAX_NBYTES:
+        yield f"{path}_nbytes: {region_nbytes}, expected less than {MAX_NBYTES}"
+    end = 0
+    for i, weight in enumerate(weights):
+        yield from under(f"{path}[{i}]", array_problems(weight.dtype, weight.shape, limits.tensor_nbytes))
+        nbytes = dense_nbytes(weight.dtype, weight.shape)
+        if weight.data.nbytes != nbytes or not weight.data.c_contiguous:
+            yield f"{path}[{i}].data: {weight.data.nbytes} bytes, expected {nbytes}, contiguous"
+        if weight.offset < end:
+            yield f"{path}[{i}].offset: {weight.offset} lies in the tensor before it, which ends at {end}"
+        end = max(end, weight.offset + weight.data.nbytes)
+        if end > region_nbytes:
+            yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
+
+
+def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:
+    yield from _index_problems("module", kernel.module, len(plan.modules), "modules")
+    if not kernel.symbol or "\0" in kernel.symbol:
+        yield f"symbol: {kernel.symbol!r} is not a name"
+    if kernel.params_nbytes > launch_limits.MAX_PARAMS_NBYTES and plan.target == Target.CUDA:
+        yield f"parameters: {kernel.params_nbytes} bytes, expected at most {launch_limits.MAX_PARAMS_NBYTES}"
+    if kernel.max_dynamic_smem_nbytes > launch_limits.MAX_DYNAMIC_SMEM_NBYTES:
+        yield f"max_dynamic_smem_nbytes: {kernel.max_dynamic_smem_nbytes} is more than a device has"
+    if plan.target == Target.CUDA:
+        for i, parameter in enumerate(kernel.parameters):
+            if parameter.kind != ParameterKind.VALUE:
+                yield f"parameters[{i}].kind: {parameter.kind.name}, expected VALUE on the CUDA target"
+
+
+def _program_problems(scope: _Scope) -> Iterator[str]:
+    program, sizes = scope.program, scope.sizes
+    for (region, index), nbytes in sizes.items():
+        if not 0 <= nbytes < MAX_NBYTES:
+            yield f"{region.name}({index}): {nbytes} bytes, expected less than {MAX_NBYTES}"
+    yield from _tensors_problems("inputs", program.inputs, scope)
+    yield from _tensors_problems("outputs", program.outputs, scope)
+    # Unused streams would cost threads or handles.
+    if program.stream_count > max(1, len(program.commands)):
+        yield f"stream_count: {program.stream_count}, more than the {len(program.commands)} commands"
+    for i, tensor in enumerate(program.inputs):
+        if tensor.pointer.region == Region.WEIGHTS and not scope.refits:
+            yield f"inputs[{i}].pointer: is in WEIGHTS, which no run changes"
+    for i, command in enumerate(program.commands):
+        path = f"commands[{i}]"
+        yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
+        if isinstance(command, Launch | Memcpy | Memset):
+            yield from under(path, _work_problems(command, scope))
+    yield from _event_problems(program)
+    yield from _programmatic_problems(program, scope.plan)
+    if program.golden is not None:
+        yield from under("golden", _golden_problems(program.golden, len(program.outputs)))
+    if program.schedule is not None:
+        yield from under("schedule", _schedule_problems(program.schedule, program))
+
+
+def _tensors_problems(path: str, tensors: Sequence[Tensor], scope: _Scope) -> Iterator[str]:
+    yield from _repeated(path, [tensor.name for tensor in tensors])
+    for i, tensor in enumerate(tensors):
+        yield from under(f"{path}[{i}]", _tensor_problems(tensor, scope))
+
+
+def _tensor_problems(tensor: Tensor, scope: _Scope) -> Iterator[str]:
+    broken = tuple(array_problems(tensor.dtype, tensor.shape, scope.limits.tensor_nbytes))
+    yield from broken
+    if len(tensor.strides) != len(tensor.shape):
+        yield f"strides: {len(tensor.strides)}, expected one for each of {len(tensor.shape)} dimensions"
+    elif min(tensor.strides, default=0) < 0:
+        yield f"strides: {tensor.strides} has a negative one"
+    elif max(tensor.strides, default=0) * 16 > MAX_NBYTES:
+        yield f"strides: {tensor.strides} has one beyond any memory"
+    elif not broken:
+        yield from extent_problems("pointer", tensor.pointer, tensor.span_nbytes, scope.sizes)
+        if scope.plan.target == Target.CPU and 0 not in tensor.shape and not is_dense(tensor.shape, tensor.strides):
+            yield f"strides: {tensor.strides} leave gaps or overlap, expected a dense tensor on the CPU target"
+    if tensor.sample_range is not None and not broken:
+        yield from _sample_range_problems(tensor.dtype, *tensor.sample_range)
+
+
+def _sample_range_problems(dtype: str, low: int, high: int) -> Iterator[str]:
+    """The range holds integers of the tensor's dtype: golden runs draw from it, and padding writes its least one."""
+    if not dtype.startswith(("int", "uint", "bool")):
+        yield f"sample_range: {low} to {high}, expected none for {dtype}"
+        return
+    least, most = (0, 1) if dtype == "bool" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    if not least <= low <= high <= most:
+        yield f"sample_range: {low} to {high}, expected integers in order from {least} to {most}, as {dtype} holds"
+
+
+def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
+    yield from _index_problems("op", work.op, len(scope.program.ops), "ops")
+    match work:
+        case Launch():
+            yield from _launch_problems(work, scope)
+        case Memcpy():
+            yield from _memcpy_problems(work, scope)
+        case Memset():
+            yield from _memset_problems(work, scope)
+
+
+def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
+    plan, sizes = scope.plan, scope.sizes
+    for i, access in enumerate(launch.reads):
+        yield from extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
+    for i, access in enumerate(launch.writes):
+        yield from extent_problems(f"writes[{i}]", access.pointer, access.nbytes, sizes)
+    if not 0 <= launch.kernel < len(plan.kernels):
+        yield f"kernel: {launch.kernel} is out of range (there are {len(plan.kernels)} kernels)"
+        return
+    kernel = plan.kernels[launch.kernel]
+    params_nbytes = scope.params_nbytes[launch.kernel]
+    if len(launch.params) != params_nbytes:
+        yield f"params: {len(launch.params)} bytes, the kernel takes {params_nbytes}"
+    yield from _relocation_problems(launch)
+    if scope.nodes is None:
+        yield from launch_limits.problems(launch, kernel)
+        for i, relocation in enumerate(launch.relocations):
+            yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
+    else:
+        from nimblert.check import cpu_rules
+
+        yield from cpu_rules.launch_problems(launch, kernel, scope.nodes, sizes, refits=scope.refits)
+
+
+def _relocation_problems(launch: Launch) -> Iterator[str]:
+    """Each relocation is of 8 zero bytes of the parameters, and none overlap."""
+    for i, relocation in enumerate(launch.relocations):
+        at = relocation.param_offset
+        if launch.params[at : at + 8] != bytes(8):
+            yield f"relocations[{i}].param_offset: {at} is not the start of 8 zero bytes of params"
+    offsets = sorted(relocation.param_offset for relocation in launch.relocations)
+    if any(after - before < 8 for before, after in pairwise(offsets)):
+        yield "relocations: two of them overlap"
+
+
+def _biased_problems(path: str, pointer: Pointer, sizes: Sizes) -> Iterator[str]:
+    if (pointer.region, pointer.index) not in sizes:
+        yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"
+    elif abs(pointer.offset) > MAX_BIAS:
+        yield f"{path}: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
+
+
+def _memcpy_problems(memcpy: Memcpy, scope: _Scope) -> Iterator[str]:
+    yield from extent_problems("dst", memcpy.dst, memcpy.nbytes, scope.sizes)
+    yield from extent_problems("src", memcpy.src, memcpy.nbytes, scope.sizes)
+    if memcpy.dst.region == Region.WEIGHTS and not scope.refits:
+        yield "dst: is in WEIGHTS, which no run changes"
+    same_region = (memcpy.dst.region, memcpy.dst.index) == (memcpy.src.region, memcpy.src.index)
+    if same_region and abs(memcpy.dst.offset - memcpy.src.offset) < memcpy.nbytes:
+        yield "dst: overlaps src"
+
+
+def _memset_problems(memset: Memset, scope: _Scope) -> Iterator[str]:
+    yield from extent_problems("dst", memset.dst, memset.count * memset.element_nbytes, scope.sizes)
+    if memset.dst.region == Region.WEIGHTS and not scope.refits:
+        yield "dst: is in WEIGHTS, which no run changes"
+    if memset.element_nbytes not in (1, 2, 4):
+        yield f"element_nbytes: {memset.element_nbytes}, expected 1, 2 or 4"
+        return
+    if not 0 <= memset.value < 1 << 8 * memset.element_nbytes:
+        yield f"value: {memset.value} does not fit {memset.element_nbytes} bytes"
+    if memset.dst.offset % memset.element_nbytes:
+        yield f"dst: {memset.dst.offset} is not a multiple of the element size {memset.element_nbytes}"
+
+
+def _event_problems(program: Program) -> Iterator[str]:
+    """Each event is recorded once, and waited for only after that."""
+    recorded: set[int] = set()
+    for i, command in enumerate(program.commands):
+        if isinstance(command, Record):
+            path = f"commands[{i}].event"
+            yield from _index_problems(path, command.event, program.event_count, "events")
+            if command.event in recorded:
+                yield f"{path}: {command.event} is recorded twice"
+            recorded.add(command.event)
+        elif isinstance(command, Wait) and command.event not in recorded:
+            yield f"commands[{i}].event: {command.event} is not recorded before this wait"
+    if len(recorded) != program.event_count:
+        yield f"event_count: {program.event_count}, but {len(recorded)} are recorded"
+
+
+def _programmatic_problems(program: Program, plan: Plan) -> Iterator[str]:
+    """A programmatic edge runs from a launch to a launch."""
+    last: dict[int, Work] = {}
+    for i, command in program.work:
+        if isinstance(command, Launch) and command.programmatic:
+            if plan.target != Target.CUDA:
+                yield f"commands[{i}].programmatic: expected on the CUDA target only"
+            elif not isinstance(last.get(command.stream), Launch):
+                yield f"commands[{i}].programmatic: no launch is before it on stream {command.stream}"
+        last[command.stream] = command
+
+
+def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
+    if not 0 <= golden.tolerance < inf:
+        yield f"tolerance: {golden.tolerance}, expected a finite number from 0"
+    if len(golden.outputs) != output_count:
+        yield f"outputs: {len(golden.outputs)}, expected {output_count}, as the program"
+    for i, output in enumerate(golden.outputs):
+        if len(output.sha256) != 32:
+            yield f"outputs[{i}].sha256: {len(output.sha256)} bytes, expected 32"
+
+
+def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str]:
+    """Whether the record can be of this program; `nimblec verify` checks its claims."""
+    work_count = sum(1 for _ in program.work)
+    yield from _policy_problems(record.policy)
+    if any(before >= after for before, after in pairwise(record.antichain)):
+        yield "antichain: is not in ascending order, each once"
+    if record.antichain and not 0 <= min(record.antichain) <= max(record.antichain) < work_count:
+        yield f"antichain: names work that is not there (there are {work_count} launches, copies and fills)"
+    if not 0 <= record.arena_lower_bound_nbytes <= program.arena_nbytes:
+        yield (
+            f"arena_lower_bound_nbytes: {record.arena_lower_bound_nbytes},"
+            f" more than the arena has ({program.arena_nbytes} bytes)"
+        )
+    if not 0 <= record.fewest_sync_count <= work_count**2:
+        yield f"fewest_sync_count: {record.fewest_sync_count}, more than pairs of work commands ({work_count**2})"
+    for i, candidate in enumerate(record.candidates):
+        yield from under(f"candidates[{i}]", _candidate_problems(candidate, work_count))
+
+
+def _candidate_problems(candidate: Candidate, work_count: int) -> Iterator[str]:
+    yield from _policy_problems(candidate.policy)
+    if not 0 <= candidate.stream_count <= max(1, work_count):
+        yield f"stream_count: {candidate.stream_count}, more than the {work_count} launches, copies and fills"
+    if not 0 <= candidate.sync_count <= work_count**2:
+        yield f"sync_count: {candidate.sync_count}, more than pairs of launches, copies and fills ({work_count**2})"
+    if not 0 <= candidate.arena_nbytes < MAX_NBYTES:
+        yield f"arena_nbytes: {candidate.arena_nbytes}, expected less than {MAX_NBYTES}"
+
+
+def _policy_problems(policy: str) -> Iterator[str]:
+    """A policy is shown unchanged in tables."""
+    if not 0 < len(policy) <= MAX_POLICY_LENGTH or not policy.isprintable():
+        yield f"policy: {policy!r}, expected 1 to {MAX_POLICY_LENGTH} printable characters"

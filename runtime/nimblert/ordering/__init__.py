@@ -1,1 +1,0 @@
-"""Which bytes each command reads and writes, and which commands are ordered."""

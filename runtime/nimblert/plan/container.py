@@ -1,0 +1,180 @@
+"""Plan files: mapped, and their frame and digest checked. `nimblert.plan.schema` has their format."""
+
+import hashlib
+import mmap
+import os
+import stat
+import weakref
+from io import BufferedReader
+from typing import BinaryIO, TypeAlias
+
+from nimblert.errors import InputError, PlanError, PlanFormatError
+from nimblert.plan import Plan
+from nimblert.plan.decoder import decode, file_nbytes
+from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
+
+Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
+"""A plan file, by its path or by its bytes."""
+
+_CHUNK_NBYTES = 16 << 20
+
+_SIGNATURES = (
+    (b"PK\x03\x04", "a zip archive (a .pt2 or .npz file, perhaps)"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x7fELF", "an ELF file"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"\x80\x02", "a pickle"),
+    (b"version https://git-lfs", "a Git LFS pointer: run `git lfs pull`"),
+    (b"\x08", "an ONNX model: compile it first, `nimblec compile MODEL -o PLAN`"),
+    (b"{", "JSON text"),
+)
+"""The first bytes of files that users may mistake for plans. An ONNX model starts with its ir_version, field 1."""
+
+
+def name(source: Source) -> str:
+    """The name of a plan file, or of the bytes of one, in messages."""
+    return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
+
+
+def open_image(source: Source, *, copy: bool = False) -> memoryview:
+    """The bytes of a plan file, read-only, after a check of its identifier and length.
+
+    A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
+    truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
+    safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
+    copied.
+    """
+    if isinstance(source, bytes | bytearray | memoryview):
+        view = memoryview(source)
+        image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
+    elif isinstance(source, str | os.PathLike):
+        image = _open_file(source, copy=copy)
+    else:
+        raise InputError(
+            f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
+            f" (nimblec.compile makes one of a model)"
+        )
+    check_frame(image, name(source))
+    return image
+
+
+def _is_constant(view: memoryview) -> bool:
+    return view.readonly and view.c_contiguous and view.nbytes > 0
+
+
+def _copied(view: memoryview) -> memoryview:
+    if not view.nbytes:
+        return memoryview(b"")
+    pages = mmap.mmap(-1, view.nbytes)  # aligned, so that weights can be used in place
+    pages.write(view.cast("B") if view.c_contiguous else view.tobytes())
+    return memoryview(pages).toreadonly()
+
+
+class Mapped(mmap.mmap):
+    """A mapped plan file, read-only: its pages can be dropped, and are read again on access."""
+
+
+_mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
+"""Maps by device, inode, times and size: a file is mapped once, however often it is loaded."""
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
+    status = os.fstat(file.fileno())
+    key = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, nbytes
+    found = _mapped_files.get(key)
+    return found or _mapped_files.setdefault(key, Mapped(file.fileno(), nbytes, access=mmap.ACCESS_READ))
+
+
+def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            nbytes = _file_nbytes(file, path)
+            if not copy:
+                return memoryview(_mapped(file, nbytes))
+            pages = mmap.mmap(-1, nbytes)
+            return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
+    except PlanError:  # a ValueError, too
+        raise
+    except FileNotFoundError as exc:
+        raise PlanError(f"{name(path)}: no such file") from exc
+    except IsADirectoryError as exc:
+        raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
+    except OSError as exc:
+        raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:  # a null character in the path, more than can be mapped
+        raise PlanError(f"{name(path)!r}: cannot be read: {exc}") from exc
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open without blocking: a pipe would otherwise wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise PlanError(f"{name(path)}: is not a regular file, expected a plan file")
+    if status.st_size == 0:
+        raise PlanFormatError(f"{name(path)}: is empty, expected a plan file")
+    return status.st_size
+
+
+def _fill(target: memoryview, file: BufferedReader) -> int:
+    """Read the file into ``target``; the number of bytes read."""
+    position = 0
+    while position < len(target) and (count := file.readinto(target[position : position + _CHUNK_NBYTES])):
+        position += count
+    return position
+
+
+def digest(image: memoryview) -> bytes:
+    """SHA-256 of all of a plan file's bytes but the digest itself.
+
+    hashlib releases the GIL, so this can run in a thread while another decodes the plan.
+    """
+    sha256 = hashlib.sha256()
+    content = image[:-DIGEST_NBYTES]
+    for start in range(0, len(content), _CHUNK_NBYTES):
+        sha256.update(content[start : start + _CHUNK_NBYTES])
+    return sha256.digest()
+
+
+def verify_digest(image: memoryview, path: str) -> None:
+    """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
+    if digest(image) != image[-DIGEST_NBYTES:]:
+        raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
+
+
+def decoded(image: memoryview, path: str) -> Plan:
+    """The plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
+    _, flatbuffer_nbytes, _, _ = TRAILER.unpack(image[-TRAILER.size :])
+    try:
+        return decode(image, flatbuffer_nbytes)
+    except PlanFormatError as exc:
+        raise PlanFormatError(f"{path}: {exc}") from exc
+
+
+def check_frame(image: memoryview, path: str) -> None:
+    """Raise PlanFormatError unless identifier, trailer and the lengths in it are those of a plan file."""
+    if image[4:8] != IDENTIFIER:
+        raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")
+    actual = len(image)
+    if actual >= TRAILER.size:
+        magic, flatbuffer_nbytes, expected, _ = TRAILER.unpack(image[-TRAILER.size :])
+        if magic == MAGIC and expected == actual and flatbuffer_nbytes <= actual - TRAILER.size:
+            return
+    named = file_nbytes(image)
+    if named is None or named == actual:
+        raise PlanFormatError(f"{path}: the end of its {actual} bytes is missing or damaged; copy it again")
+    state = "is cut short" if named > actual else "has bytes behind its end"
+    raise PlanFormatError(f"{path}: {state}: {actual} bytes, expected {named}; copy it again")
+
+
+def _resemblance(image: memoryview) -> str:
+    """The kind of file that it looks like, for the end of a message."""
+    start = bytes(image[:32])
+    for signature, what in _SIGNATURES:
+        if start.startswith(signature):
+            return f", it looks like {what}"
+    return ""

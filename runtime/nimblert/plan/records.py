@@ -1,0 +1,388 @@
+"""The plan: a compiled model as frozen records of integers, strings and bytes.
+
+A plan holds no handles, callables or addresses. Every place in memory is a `Pointer`, a byte offset in a region;
+loading turns pointers into addresses.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from os import PathLike
+from typing import TypeAlias
+
+from nimblert.errors import InputError
+from nimblert.plan.commands import (
+    Command,
+    Pointer,
+    Record,
+    Wait,
+    Work,
+)
+
+
+class Target(enum.IntEnum):
+    """Where the kernels of a plan run."""
+
+    CUDA = 0
+    CPU = 1
+
+
+ITEM_NBYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every dtype a plan may name, by numpy's (and ml_dtypes') name, with its bytes per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """An input or output of a program. ``strides`` are in elements.
+
+    ``sample_range`` bounds the integers (both ends included) that may be drawn for this input; None where any value of
+    the dtype will do. ``mask`` marks an input that is 0 where the others are padded, and so masks the padding.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pointer: Pointer
+    sample_range: tuple[int, int] | None = None
+    mask: bool = False
+
+    def __repr__(self) -> str:
+        return f"Tensor({_brief(self)})"
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the start of the first element to the end of the last; 0 for an empty tensor."""
+        if prod(self.shape) == 0:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * ITEM_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """Code: one cubin (CUDA target) or one ONNX model of a few nodes (CPU target).
+
+    ``origin`` names the library that the code is from ("aten", "cudnn", "cublas", "triton" ...).
+    """
+
+    origin: str
+    code: memoryview = field(repr=False)
+
+
+class ParameterKind(enum.IntEnum):
+    """How a kernel takes a parameter.
+
+    VALUE: bytes of the parameter buffer (every CUDA parameter). The others are the CPU target's,
+    whose parameters are all pointers: INPUT and OUTPUT are bound at each run, INITIALIZER once.
+    """
+
+    VALUE = 0
+    INPUT = 1
+    OUTPUT = 2
+    INITIALIZER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of a kernel: ``nbytes`` bytes at ``offset`` of the parameter buffer.
+
+    ``name``, ``dtype`` and ``shape`` are empty on the CUDA target.
+    """
+
+    offset: int
+    nbytes: int
+    kind: ParameterKind = ParameterKind.VALUE
+    name: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """An entry point of a module, with the function attributes to set before it is launched.
+
+    ``symbol`` is the mangled name in the cubin, or the ONNX operator on the CPU target.
+    """
+
+    module: int
+    symbol: str
+    parameters: tuple[Parameter, ...]
+    max_dynamic_smem_nbytes: int = 0
+    non_portable_cluster: bool = False
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.symbol!r}, module={self.module}, {len(self.parameters)} parameters)"
+
+    @property
+    def params_nbytes(self) -> int:
+        """Size of the parameter buffer of every launch of this kernel."""
+        return max((p.offset + p.nbytes for p in self.parameters), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A tensor of the WEIGHTS or STATE region with its (initial) contents."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    data: memoryview
+
+    def __repr__(self) -> str:
+        return f"Weight({_brief(self)}, {self.data.nbytes:,} bytes at {self.offset:,})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """The operator that commands were made of.
+
+    ``name``: "aten.convolution.default" or "Conv". ``source``: the module path or ONNX node name,
+    and of a training step the phase ("backward of model.conv"); schema/README.md says how.
+    """
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenOutput:
+    """One output of the golden run.
+
+    ``sha256`` is over the bytes in C order; ``samples`` are values at evenly spaced positions (see
+    `nimblert.golden`), for machines that round differently.
+    """
+
+    sha256: bytes
+    samples: tuple[float, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """A run to repeat: inputs drawn from ``seed``, and the outputs of the framework.
+
+    ``tolerance`` is 0 where outputs must be equal bit for bit, else the largest difference between two runs of the
+    framework, relative to the largest magnitude of the output.
+    """
+
+    seed: int
+    tolerance: float
+    outputs: tuple[GoldenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A schedule that the compiler tried; ``sync_count`` is its number of waits of one stream for another.
+
+    ``policy`` is "1", "max", a number of streams, "critical-path-4" ...; ``duration_ns`` is the GPU time of one run, 0
+    where it was not measured.
+    """
+
+    policy: str
+    stream_count: int
+    sync_count: int
+    arena_nbytes: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRecord:
+    """How the schedule was chosen, and the bounds that it is compared with.
+
+    ``antichain`` holds positions of work commands (launches, copies, fills) none of which depends on another: no
+    schedule needs more streams than the largest antichain has members. ``arena_lower_bound_nbytes`` is the most bytes
+    of buffers that live at the same time under this schedule. ``fewest_sync_count`` is the fewest waits that keep all
+    concurrency: the edges of the minimum equivalent graph less those of a maximum matching (Nimble, theorem 2).
+    """
+
+    policy: str
+    antichain: tuple[int, ...] = field(repr=False)
+    arena_lower_bound_nbytes: int
+    fewest_sync_count: int
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+
+Profile: TypeAlias = tuple[tuple[str, int], ...]
+"""Sizes of named dimensions."""
+
+
+class Role(enum.IntEnum):
+    """Who runs a program: a caller an ENTRY, a command of another program a BODY, a refit of weights a REFIT."""
+
+    ENTRY = 0
+    BODY = 1
+    REFIT = 2
+
+
+class Fit(enum.IntEnum):
+    """The sizes that a program serves, in one dimension of its profile.
+
+    EXACT: its own size. PADDED: smaller sizes too, padded at the end. SPLIT: larger sizes too, in parts, since results
+    for one element depend on no other.
+    """
+
+    EXACT = 0
+    PADDED = 1
+    SPLIT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Commands for inputs of one shape: one profile of one entry.
+
+    ``input_nbytes[i]`` and ``output_nbytes[i]`` are the sizes of the regions INPUT(i), OUTPUT(i); an input or output
+    tensor may lie in any region. ``commands`` are in issue order. ``name`` is unique in the plan. ``entry`` is the name
+    that callers use, by default ``name``. ``profile`` holds the sizes of named dimensions that distinguish the programs
+    of an entry, and ``fits``, for each of them, the other sizes that the program serves; empty: none.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    input_nbytes: tuple[int, ...]
+    output_nbytes: tuple[int, ...]
+    arena_nbytes: int
+    stream_count: int
+    event_count: int
+    ops: tuple[Op, ...]
+    commands: tuple[Command, ...]
+    golden: Golden | None = None
+    schedule: ScheduleRecord | None = None
+    entry: str = ""
+    profile: Profile = ()
+    role: Role = Role.ENTRY
+    fits: tuple[Fit, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entry", self.entry or self.name)
+
+    @property
+    def work(self) -> Iterator[tuple[int, Work]]:
+        """The launches, copies and fills in issue order, each with the index of its command."""
+        return ((i, command) for i, command in enumerate(self.commands) if not isinstance(command, Record | Wait))
+
+    def __repr__(self) -> str:
+        inputs, outputs = (listed([_brief(tensor) for tensor in side]) for side in (self.inputs, self.outputs))
+        return (
+            f"Program({self.name!r}: {inputs} -> {outputs};"
+            f" {len(self.commands)} commands on {self.stream_count} streams, arena of {self.arena_nbytes:,} bytes)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The machine that a plan was made on, and so the one that it needs.
+
+    CUDA: the GPU's name, its compute capability, multiprocessors, and the driver's CUDA version
+    (13000 for 13.0), below which a plan is refused. CPU: name "cpu", the rest 0.
+    """
+
+    name: str
+    compute_capability: tuple[int, int] = (0, 0)
+    multiprocessor_count: int = 0
+    driver_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A compiled model, made by ``producer`` and the libraries in ``versions``.
+
+    ``weights_nbytes`` and ``state_nbytes`` are the sizes of the two regions; ``weights`` and ``state`` are in ascending
+    order of offset. All programs share them, and an arena. State without a name is scratch memory of kernels, which a
+    run leaves as it found it.
+
+    ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
+    stored there unchanged, and from the others the commands compute weights of the plan.
+
+    A plan that was read is a view of the bytes of its file; one that was made in memory, by `dataclasses.replace` too,
+    has none.
+    """
+
+    producer: str
+    versions: tuple[tuple[str, str], ...]
+    target: Target
+    device: Device
+    modules: tuple[Module, ...]
+    kernels: tuple[Kernel, ...]
+    weights_nbytes: int
+    weights: tuple[Weight, ...]
+    state_nbytes: int
+    state: tuple[Weight, ...]
+    programs: tuple[Program, ...]
+    refits: tuple[Program, ...] = ()
+    image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
+    """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
+
+    @property
+    def entries(self) -> dict[str, tuple[Program, ...]]:
+        """The programs of each entry, one for each profile, in the plan's order."""
+        found: dict[str, tuple[Program, ...]] = {}
+        for program in self.programs:
+            if program.role is Role.ENTRY:
+                found[program.entry] = (*found.get(program.entry, ()), program)
+        return found
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Size of the arena: the largest that a program needs."""
+        return max((program.arena_nbytes for program in self.programs), default=0)
+
+    def stored(self) -> memoryview:
+        """Return the bytes of the file that the plan was read from. Raises InputError where it was made in memory."""
+        if self.image is None:
+            raise InputError(
+                "the plan was made or changed in memory, so no file holds it: nimblec.plan.encoder.write(plan, path)"
+                " makes one"
+            )
+        return self.image
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the file that the plan was read from to ``path``, byte for byte, whole or not at all.
+
+        The bytes go to a temporary file beside it, which is renamed once they are on disk. Raises InputError where the
+        plan was made or changed in memory, and NimbleError where the file cannot be written; an existing file is
+        unchanged then.
+        """
+        from nimblert.plan.files import replacing  # most processes write no file
+
+        image = self.stored()
+        with replacing(path) as file:
+            file.write(image)
+
+    def __repr__(self) -> str:
+        names = listed([repr(program.name) for program in self.programs])
+        return (
+            f"Plan({self.target.name.lower()} on {self.device.name!r}, programs {names}:"
+            f" {len(self.kernels)} kernels, {len(self.weights)} weights of {self.weights_nbytes:,} bytes,"
+            f" made by {self.producer!r})"
+        )
+
+
+_LISTED = 4
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first few of these, as a repr lists them."""
+    return ", ".join(texts if len(texts) <= _LISTED else (*texts[:_LISTED], "..."))
+
+
+def _brief(tensor: Tensor | Weight) -> str:
+    return f"{tensor.name!r}: {tensor.dtype} {tensor.shape}"

@@ -1,1 +1,0 @@
-"""The rules of a valid plan, checked without a device."""
