@@ -90,15 +90,6 @@ def test_nobody_waits_where_the_file_system_has_no_locks(tmp_path: Path, monkeyp
     assert reached
 
 
-def test_an_error_of_a_signal_handler_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
-        raise TimeoutError("alarm")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(TimeoutError, match="alarm"), locked(tmp_path / "gpu.lock"):
-        pass
-
-
 def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"cuDeviceGet": 0, "cuDeviceGetPCIBusId": b"0000:3B:00.0\0\0\0\0"}
     monkeypatch.setattr(gpu_turn, "call", lambda api, *_: results[api])

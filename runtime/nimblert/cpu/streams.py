@@ -73,7 +73,7 @@ class Streams:
         self._origin = origin
         self._is_halted = False
         self._failed: list[BaseException] = []
-        self._workers = [_Worker(partial(self._walk_apart, stream)) for stream in streams[1:]]
+        self._workers = [_Worker(partial(self._walk_or_halt, stream)) for stream in streams[1:]]
 
     def run(self) -> None:
         """Run every stream. Raises InputError where an op fails; whatever is raised, all streams have stopped."""
@@ -87,14 +87,12 @@ class Streams:
         for worker in self._workers:
             worker.start()
         try:
-            self.walk(self._own)
-        except BaseException:
-            self._halt()
-            raise
+            self._walk_or_halt(self._own)
         finally:
             for worker in self._workers:
                 worker.wait()
         if self._failed:
+            # The later ones may only say that the first one has ended their streams.
             raise self._failed.pop(0)
 
     def walk(self, stream: Sequence[Bound]) -> None:
@@ -107,10 +105,10 @@ class Streams:
             if self._is_halted:
                 return
 
-    def _walk_apart(self, stream: Sequence[Bound]) -> None:
+    def _walk_or_halt(self, stream: Sequence[Bound]) -> None:
         try:
             self.walk(stream)
-        except BaseException as exc:  # noqa: BLE001 - `run` raises it in the caller's thread
+        except BaseException as exc:  # noqa: BLE001 - `run` raises the first one
             self._failed.append(exc)
             self._halt()
 
