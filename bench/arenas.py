@@ -30,7 +30,7 @@ from bench.memory import held
 from bench.peers import FOLDER
 from bench.running import short
 from bench.tables import header, mib, number, row
-from nimblec.difference import difference
+from nimblec.base.difference import difference
 from nimblert import golden
 from nimblert.arena import Arena
 from nimblert.check.reading import read_plan

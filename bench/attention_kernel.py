@@ -20,20 +20,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.environment import describe
-from nimblec.kernels.attention.op import attended, attention
-from nimblec.kernels.attention.shapes import Attention, attention_shape
-from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
-from nimblec.kernels.core.choosing import Choice, choose
-from nimblec.kernels.core.compiling import Job, compile_all
-from nimblec.kernels.core.gpu import GPU, TRIGGERS, Trigger
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.core.shapes import ceil_div, product
-from nimblec.kernels.core.timing import GraphTimer, WeightPool
-from nimblec.kernels.gemm.op import linear
-from nimblec.kernels.gemm.packing import counters
-from nimblec.kernels.gemm.tilings import Tiling, candidates
-from nimblec.kernels.norm.op import add_layer_norm, layer_norm, normalized
-from nimblec.kernels.norm.tilings import Norm, NormTiling, norm_candidates
+from nimblec.kernels.choosing import Choice, choose
+from nimblec.kernels.compiling import Job, compile_all
+from nimblec.kernels.gpu import GPU, TRIGGERS, Trigger
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products.gemm_op import linear
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.packing import counters
+from nimblec.kernels.reductions.attention_op import attended, attention
+from nimblec.kernels.reductions.attention_shapes import Attention, attention_shape
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, normalized
+from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling, norm_candidates
+from nimblec.kernels.shapes import ceil_div, product
+from nimblec.kernels.timing import GraphTimer, WeightPool
 
 THEIRS = "theirs"
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bench import environment
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.options import Options
 from nimblert.check.reading import read_plan
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "cold_start.json"
@@ -32,7 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 _TORCH = """
 import resource, sys, numpy as np, torch
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 module, (example,), _ = import_callable(sys.argv[1])
 module = module.cuda()
 x = torch.from_numpy(np.load(sys.argv[2])).cuda()

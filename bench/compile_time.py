@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment
-from nimblec import processes
+from nimblec.base import processes
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "compile_time.json"
 
 _EXPORT = """
 import sys, torch
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 module, inputs, _ = import_callable(sys.argv[1])
 torch.onnx.export(module, inputs, sys.argv[2], dynamo=False)
 """

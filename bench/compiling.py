@@ -5,8 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from nimblec.base.options import Options, read_options
 from nimblec.compiler import compile_model
-from nimblec.options import Options, read_options
 
 
 def compiled(model: Any, options: Options, path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import nimblert
 from bench import environment
 from bench.compiling import plan_of
 from bench.memory import SLACK_NBYTES, Held, grown, held
-from nimblec.measure import measure, taking_turns
+from nimblec.cli.measure import measure, taking_turns
 from nimblert import golden
 from nimblert.check.reading import read_plan
 from nimblert.context import Context

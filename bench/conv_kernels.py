@@ -21,21 +21,21 @@ from torch.nn import functional
 
 from bench.conv_networks import MODELS, Call
 from bench.environment import describe
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.kernels.core.choosing import Choice, choose
-from nimblec.kernels.core.compiling import Job, compile_all
-from nimblec.kernels.core.gpu import GPU, TRIGGERS
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.core.reference import ACTIVATIONS, Prologue, finish
-from nimblec.kernels.core.shapes import Convolution, ceil_div
-from nimblec.kernels.core.timing import GraphTimer, WeightPool
-from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling, depthwise_candidates
-from nimblec.kernels.gemm import op as ops
-from nimblec.kernels.gemm.op import Arithmetic
-from nimblec.kernels.gemm.packing import counters, pack_rows
-from nimblec.kernels.gemm.rewrite import AnyTiling
-from nimblec.kernels.gemm.tilings import candidates
+from nimblec.kernels.choosing import Choice, choose
+from nimblec.kernels.compiling import Job, compile_all
+from nimblec.kernels.gpu import GPU, TRIGGERS
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products import gemm_op as ops
+from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.products.gemm_op import Arithmetic
+from nimblec.kernels.products.gemm_rewrite import AnyTiling
+from nimblec.kernels.products.gemm_tilings import candidates
+from nimblec.kernels.products.packing import counters, pack_rows
+from nimblec.kernels.reference import ACTIVATIONS, Prologue, finish
+from nimblec.kernels.shapes import Convolution, ceil_div
+from nimblec.kernels.timing import GraphTimer, WeightPool
+from nimblec.pytorch.model import set_arithmetic
 
 aten = torch.ops.aten
 

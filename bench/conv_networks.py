@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from nimblec.kernels.core.shapes import Convolution, product
+from nimblec.kernels.shapes import Convolution, product
 
 Kind = Literal["convolution", "linear", "depthwise"]
 Reading = Literal["", "relu", "norm relu", "gate"]

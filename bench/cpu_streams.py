@@ -21,8 +21,8 @@ import numpy as np
 from bench import environment
 from bench.clocks import spread
 from bench.cpu_overhead import take_turns
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.options import Options
 from nimblert import golden
 from nimblert.executable import Executable, load
 

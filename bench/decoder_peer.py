@@ -26,9 +26,9 @@ import torch
 from bench import clocks, nimblec_peer, reference, torch_peer
 from bench.models.llama_decoder import GivenCache
 from bench.turns import Turn, add_turns
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblec.inspect.state_uses import state_uses
-from nimblec.options import Options
 from nimblert.check.reading import read_plan
 from nimblert.executable import load
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region

@@ -1,4 +1,4 @@
-"""Grouped convolutions by cuDNN in both memory layouts: the basis of `nimblec.optimize.layout.groups`.
+"""Grouped convolutions by cuDNN in both memory layouts: the basis of `nimblec.optimize.passes.layout_groups`.
 
 ``python -m bench.grouped_convolutions`` on a GPU prints a line for each case: microseconds of one call in a graph of
 ten, contiguous (nchw), channels last (nhwc), contiguous with copies from and to channels last (copied), and of
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.environment import describe
-from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.core.timing import GraphTimer
+from nimblec.kernels.gpu import GPU
+from nimblec.kernels.timing import GraphTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,7 @@ from jax.profiler import ProfileData
 
 from bench import clocks, environment, peer_calls, reference
 from bench.turns import Turn, add_arguments
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 
 _IN_A_ROW = 100
 

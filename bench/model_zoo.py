@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 
 from bench import environment
 from bench.tables import header, row
-from nimblec.errors import CompileError
-from nimblec.frontend.pytorch.model import place, set_arithmetic
+from nimblec.base.errors import CompileError
 from nimblec.graph.definitions import Interpreter
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.levels.o2 import TRITON_NORMS, first
-from nimblec.levels.recipe import Runs
+from nimblec.kernels.gpu import SM_90
+from nimblec.optimize.o2 import TRITON_NORMS, first
 from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.model import place, set_arithmetic
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 STATUSES = ("pass", "refused", "wrong", "error")

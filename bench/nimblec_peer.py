@@ -27,7 +27,7 @@ from bench.clocks import REPEATS, WARM_UPS
 from bench.compiling import compiled
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
-from nimblec.options import Options
+from nimblec.base.options import Options
 from nimblert import golden
 from nimblert.check.hazards import hazards
 from nimblert.check.reading import read_plan

@@ -28,7 +28,7 @@ from onnx import ModelProto
 from bench import environment
 from bench.onnx_cases import Case, cases, difference, static_form
 from bench.tables import header, row
-from nimblec.errors import CompileError
+from nimblec.base.errors import CompileError
 from nimblert.errors import NimbleError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Result:
 
 def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Import a model and run its ATen calls with torch."""
-    from nimblec.frontend.onnx.importer import import_model
+    from nimblec.onnx_import.importer import import_model
 
     module = import_model(model).module
     return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
@@ -67,8 +67,8 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
     """Import a model, rewrite its calls as ``-O1`` does for a GPU, and run them with torch on the CPU."""
     import torch
 
-    from nimblec.frontend.onnx.importer import import_model
     from nimblec.graph.definitions import Interpreter
+    from nimblec.onnx_import.importer import import_model
     from nimblec.optimize import optimize
 
     module = optimize(import_model(model).module, device="cuda")
@@ -80,7 +80,7 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
     """The same with regions compiled by Inductor, all of it on the GPU where there is one."""
     import torch
 
-    from nimblec.frontend.onnx.importer import import_model
+    from nimblec.onnx_import.importer import import_model
     from nimblec.optimize import compile_regions, optimize
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, numpy_helper
 
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.onnx_import.importer import import_model
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "onnx_import_time.json"
 

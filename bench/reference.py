@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from nimblec.difference import difference
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.base.difference import difference
+from nimblec.pytorch.model import set_arithmetic
+from nimblec.pytorch.sources import import_callable
 from nimblert.arrays.dtypes import numpy_dtype
 
 _SEED = 0  # the same as in nimblec's capture, so that its plan holds the same weights

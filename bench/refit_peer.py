@@ -26,7 +26,7 @@ from bench.compiling import compiled
 from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
-from nimblec.options import read_options
+from nimblec.base.options import read_options
 from nimblert import golden
 from nimblert.cuda.driver import Context, call
 from nimblert.cuda.memory import allocate, host_bytes

@@ -25,8 +25,8 @@ import numpy as np
 from bench import environment
 from bench.models import cifar_training
 from bench.tables import header, row
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.options import Options
 from nimblert.executable import load
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "resume.json"

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import environment
 from bench.turns import Job, Place, Result, take_turns
-from nimblec import processes
+from nimblec.base import processes
 from nimblert.plan.files import replacing
 
 

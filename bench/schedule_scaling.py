@@ -16,8 +16,8 @@ from typing import Any
 
 from bench import environment
 from bench.tables import header, number, row
-from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
-from nimblec.lower import lower
+from nimblec.base.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
+from nimblec.plan.lower import lower
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import Dag
 from nimblec.schedule.dependencies import dependencies

@@ -33,7 +33,7 @@ from bench.models.sized import Sized
 from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
-from nimblec.options import read_options, read_sizes
+from nimblec.base.options import read_options, read_sizes
 from nimblert.check.reading import read_plan
 from nimblert.errors import InputError
 from nimblert.executable import Executable, load

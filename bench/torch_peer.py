@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from bench import clocks, peer_calls, reference
 from bench.clocks import REPEATS, WARM_UPS
 from bench.turns import Turn, add_arguments
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.gpu_turn import timing_alone
+from nimblec.base.gpu_lock import timing_alone
+from nimblec.pytorch.model import set_arithmetic
 
 COMPILED = {
     "compile": ("reduce-overhead", "default"),

@@ -30,11 +30,11 @@ import torch
 
 from bench.models import training_bits
 from bench.turns import Turn, add_turns
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.frontend.pytorch.training.random import Draws
-from nimblec.frontend.pytorch.training.state import SEED
-from nimblec.options import Options
+from nimblec.pytorch.model import set_arithmetic
+from nimblec.training.random import Draws
+from nimblec.training.state import SEED
 from nimblert.executable import load
 from nimblert.plan import Plan, Target
 

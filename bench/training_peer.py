@@ -32,9 +32,9 @@ from bench import clocks, nimblec_peer, peer_calls, torch_peer
 from bench.memory import held
 from bench.models import cifar_training
 from bench.turns import Turn, add_turns
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.frontend.pytorch.training.state import autocasting
-from nimblec.options import Options
+from nimblec.training.state import autocasting
 from nimblert.check.reading import read_plan
 from nimblert.executable import load
 from nimblert.plan import Plan

@@ -6,7 +6,7 @@ the protocol. `take_turns` is the other: while one process measures, it stops ev
 (bench/process_tree.py), so that GPUs and cores do nothing else.
 
 This does not cover kernels that a stopped process has queued before (see `_SETTLE_S`), nor processes from elsewhere.
-While jobs prepare, those on a GPU time their kernels one at a time (`nimblec.gpu_turn`), but at the same time as the
+While jobs prepare, those on a GPU time their kernels one at a time (`nimblec.base.gpu_lock`), but beside the
 untimed work of others: warm-ups, captures, checks. Times that this spreads are measured again, up to four times.
 """
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from nimblec.levels.o2 import TRITON_NORMS
+from nimblec.optimize.o2 import TRITON_NORMS
 from nimblec.optimize.pipeline import Pass
 
 ROOT = Path(__file__).parent.parent

@@ -22,17 +22,17 @@ import refusals
 from onnxruntime import InferenceSession
 from plan_bytes import Lines, columns
 
-from nimblec.assembly import Provenance
+from nimblec.base.ir import BufferKind, Graph
 from nimblec.cpu import capture
-from nimblec.frontend.onnx import model_file
+from nimblec.inspect import verification
 from nimblec.inspect.inspection import pointer_text, shape_text
-from nimblec.ir import BufferKind, Graph
-from nimblec.lean import LeanProcess
+from nimblec.onnx_import import model_file
 from nimblec.plan import encoder
-from nimblec.planning import Measured, make_plan
+from nimblec.plan.assembly import Provenance
+from nimblec.plan.lean import LeanProcess
+from nimblec.plan.planning import Measured, make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
-from nimblec.verify import verification
 from nimblert import golden
 from nimblert.check.reading import parse_plan
 from nimblert.cpu.backend import CpuLoaded

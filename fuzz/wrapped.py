@@ -6,7 +6,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, numpy_helper
 
 from nimblec.cpu.constants import TensorType, external
-from nimblec.frontend.onnx import model_file
+from nimblec.onnx_import import model_file
 from nimblert.arrays import layouts
 from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.cpu.onnx_session import nchwc_block_size

@@ -8,7 +8,7 @@
 Importing this package imports no framework: the compiler's parts are imported when they are used.
 """
 
-import nimblec.isolation  # noqa: F401 - first, since it may take a folder off the path
+import nimblec.base.isolation  # noqa: F401 - first, since it may take a folder off the path
 
 # isort: split
 import logging
@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Never
 
-from nimblec.errors import ArgumentError, CompileError, TraceError, UnsupportedModelError
-from nimblec.installation import VERSION
-from nimblec.options import OWN_PLAN_CACHE, OWN_TIMING_CACHE, InputSpec, Precision, TargetChoice, read_options
+from nimblec.base.errors import ArgumentError, CompileError, TraceError, UnsupportedModelError
+from nimblec.base.installation import VERSION
+from nimblec.base.options import OWN_PLAN_CACHE, OWN_TIMING_CACHE, InputSpec, Precision, TargetChoice, read_options
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -227,7 +227,7 @@ def training_step(
     code reads values of tensors, or the model has a generator of its own), UnsupportedModelError if the graph does
     not compute what the optimizer does, or if a kernel draws random numbers itself.
     """
-    from nimblec.frontend.pytorch.training.entries import entries  # brings in torch
+    from nimblec.training.entries import entries  # brings in torch
 
     return entries(
         model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast
@@ -247,7 +247,7 @@ def load_state(
     lacks tensors, and, with a ``scaler``, one without a scale; nothing is changed then. The state of a plan leaves out
     tensors of the model that no call writes: these stay as they are.
     """
-    from nimblec.frontend.pytorch.training.load import load_state as load  # brings in torch
+    from nimblec.training.load import load_state as load  # brings in torch
 
     load(model, state, optimizer, scaler)
 

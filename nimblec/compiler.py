@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nimblec.cache.plan_cache import compile_once
-from nimblec.errors import CompileError, missing_package
+from nimblec.base.errors import CompileError, missing_package
+from nimblec.base.options import Options, TargetChoice
+from nimblec.base.source import Source
+from nimblec.base.stages import Observer, Stopwatch, stage
 from nimblec.find_source import find_source
-from nimblec.options import Options, TargetChoice
-from nimblec.source import Source
-from nimblec.stages import Observer, Stopwatch, stage
+from nimblec.plan.plan_cache import compile_once
 from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError, DeviceMismatchError
@@ -106,7 +106,7 @@ def _refuse_for_pytorch(source: Source, options: Options) -> None:
 def _compile(target: Target, source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
     """Write a plan with the target's compiler, which brings in the frameworks it needs."""
     if source.live is not None and source.live.dynamic_shapes is not None:
-        from nimblec.frontend.pytorch.dynamic_export import export_dynamic
+        from nimblec.pytorch.dynamic_export import export_dynamic
 
         with stage(observer, "export"):
             source = export_dynamic(source.live)
@@ -115,7 +115,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.frontend.pytorch.handover import hand_over  # brings in torch
+            from nimblec.pytorch.handover import hand_over  # brings in torch
 
             with stage(observer, "export"):
                 source, options, notes = hand_over(source, options, output.parent)

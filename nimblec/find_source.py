@@ -10,8 +10,8 @@ from reprlib import repr as shortened
 from types import FunctionType
 from typing import Any
 
-from nimblec.errors import ArgumentError, CompileError, UnsupportedModelError, user_code
-from nimblec.source import LiveModel, Source, read_entries
+from nimblec.base.errors import ArgumentError, CompileError, UnsupportedModelError, user_code
+from nimblec.base.source import LiveModel, Source, read_entries
 
 TAKES = (
     "a torch.nn.Module or a function with its example inputs, a torch.export.ExportedProgram, an onnx.ModelProto or "
@@ -46,7 +46,7 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dyna
         return _find_named(os.fspath(model))
     onnx = sys.modules.get("onnx")  # already imported if the caller holds a model of it
     if isinstance(model, bytes | bytearray | memoryview) or (onnx and isinstance(model, onnx.ModelProto)):
-        from nimblec.frontend.onnx.memory import write
+        from nimblec.onnx_import.memory import write
 
         return Source(kind="onnx", model=str(write(model, folder)))
     raise ArgumentError(f"the model is of type {type(model).__name__}: expected {TAKES}")
@@ -94,7 +94,7 @@ def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
     """A callable that can be exported, with its arguments checked as far as possible without a run."""
     if isinstance(model, type):
         raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
-    from nimblec.frontend.pytorch import objects  # imports torch, which the caller's model needs anyway
+    from nimblec.pytorch import objects  # imports torch, which the caller's model needs anyway
 
     objects.refuse_script(model)
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):

@@ -6,10 +6,10 @@ import numpy as np
 import plans
 import pytest
 
-from nimblec.assembly import Provenance, assemble
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Part, Reference, Task
 from nimblec.cuda.common_state import refuse_folded_state
-from nimblec.errors import CompileError
-from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Part, Reference, Task
+from nimblec.plan.assembly import Provenance, assemble
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial

@@ -12,7 +12,7 @@ from cpu_plans import floats, write_model
 from onnx import helper
 
 import nimblec
-from nimblec.options import InputSpec, Options, read_options
+from nimblec.base.options import InputSpec, Options, read_options
 from nimblert import executable
 
 DIGITS = Path(__file__).parents[1] / "samples" / "digits.onnx"

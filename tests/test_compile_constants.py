@@ -14,11 +14,11 @@ from ml_dtypes import bfloat16
 from onnx import TensorProto, helper, numpy_helper
 
 import nimblec as package
+from nimblec.base.options import read_options
 from nimblec.cuda.load import load_files
 from nimblec.cuda.request import CompileRequest
-from nimblec.frontend.onnx.input_arrays import make_constant
-from nimblec.frontend.onnx.torch_model import load_onnx
-from nimblec.options import read_options
+from nimblec.onnx_import.input_arrays import make_constant
+from nimblec.onnx_import.torch_model import load_onnx
 from nimblert import executable
 
 node = helper.make_node
@@ -78,8 +78,8 @@ def test_constants_in_python(rated: Path) -> None:
 
 
 def test_the_cuda_target_takes_them_from_its_request(rated: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from nimblec.base.source import Source
     from nimblec.cuda import compile as cuda
-    from nimblec.source import Source
 
     options = read_options(dims={"n": 2}, constants={"rate": "16000", "scale": np.array([2], bfloat16)})
     request = cuda._request(tmp_path, Source(kind="onnx", model=str(rated)), options, tmp_path / "m.plan")
@@ -87,7 +87,7 @@ def test_the_cuda_target_takes_them_from_its_request(rated: Path, tmp_path: Path
     def on_cpu(path: Path, **settings: Any) -> Any:
         return load_onnx(path, **{**settings, "device": "cpu"})
 
-    monkeypatch.setattr("nimblec.frontend.onnx.torch_model.load_onnx", on_cpu)
+    monkeypatch.setattr("nimblec.onnx_import.torch_model.load_onnx", on_cpu)
     (loaded,) = load_files(CompileRequest.from_json(request.to_json())).values()
     assert [name for name, _ in loaded.inputs] == ["x"]
     y, z = loaded.module(torch.from_numpy(X))

@@ -14,21 +14,21 @@ from onnx import helper
 
 import nimblec
 import nimblert
-from nimblec.assembly import Provenance, assemble
+from nimblec.base.errors import ArgumentError, CompileError
+from nimblec.base.ir import Part
+from nimblec.base.options import InputSpec, NamedInput, Options
+from nimblec.base.source import Source
 from nimblec.cpu import capture
 from nimblec.cuda.request import CompileRequest
-from nimblec.errors import ArgumentError, CompileError
 from nimblec.find_source import find_source
-from nimblec.frontend.pytorch import sources
-from nimblec.frontend.pytorch.handover import hand_over
-from nimblec.frontend.pytorch.state import share
-from nimblec.ir import Part
-from nimblec.options import InputSpec, NamedInput, Options
 from nimblec.plan import encoder
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.pytorch import sources
+from nimblec.pytorch.handover import hand_over
+from nimblec.pytorch.state import share
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
-from nimblec.source import Source
 from nimblert.check.reading import read_plan
 from nimblert.plan import Device, Plan, Target
 

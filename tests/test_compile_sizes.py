@@ -28,10 +28,10 @@ from torch import Tensor, nn
 import nimblec
 import nimblert
 from nimblec import compile as compile_model
-from nimblec.errors import ArgumentError, CompileError
-from nimblec.fits import find_fits
-from nimblec.options import read_options, read_sizes
+from nimblec.base.errors import ArgumentError, CompileError
+from nimblec.base.options import read_options, read_sizes
 from nimblec.plan.encoder import write
+from nimblec.plan.fits import find_fits
 from nimblert.plan import Fit, Program
 
 node = helper.make_node

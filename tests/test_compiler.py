@@ -7,8 +7,8 @@ import pytest
 from subprocesses import python
 
 import nimblec
-from nimblec.errors import missing_package
-from nimblec.stages import stage
+from nimblec.base.errors import missing_package
+from nimblec.base.stages import stage
 from nimblert.errors import NimbleError
 
 BLOCKED = """

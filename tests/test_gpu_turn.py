@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from nimblec import gpu_turn
-from nimblec.gpu_turn import locked, undisturbed
-from nimblec.processes import environment
+from nimblec.base import gpu_lock as gpu_turn
+from nimblec.base.gpu_lock import locked, undisturbed
+from nimblec.base.processes import environment
 
 HOLD = """
 import pathlib, sys
-from nimblec.gpu_turn import locked
+from nimblec.base.gpu_lock import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()

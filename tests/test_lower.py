@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from graphs import access, dataflow, graph, kernel, temporaries
 
-from nimblec.errors import CompileError
-from nimblec.ir import (
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import (
     Buffer,
     BufferKind,
     CopyWork,
@@ -18,7 +18,7 @@ from nimblec.ir import (
     Task,
     TensorView,
 )
-from nimblec.lower import lower, state, weights
+from nimblec.plan.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import arrange, serial

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from nimblec.base.machine import processor
 from nimblec.cpu.timing import CpuTimer
-from nimblec.machine import processor
 
 
 def test_a_process_that_may_use_fewer_processors_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

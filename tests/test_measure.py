@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nimblec.errors import ArgumentError
-from nimblec.measure import Measurement, measure, slowest, taking_turns
+from nimblec.base.errors import ArgumentError
+from nimblec.cli.measure import Measurement, measure, slowest, taking_turns
 from nimblert import CommandTime
 
 

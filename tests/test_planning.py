@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from graphs import dataflow
 
-from nimblec.assembly import Provenance
-from nimblec.errors import CompileError
-from nimblec.ir import BUSY, Graph, Op
-from nimblec.planning import Measured, choose_schedule, make_plan
-from nimblec.verify.certificate import problems
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import BUSY, Graph, Op
+from nimblec.inspect.certificate import problems
+from nimblec.plan.assembly import Provenance
+from nimblec.plan.planning import Measured, choose_schedule, make_plan
 from nimblert.check.hazards import hazards
 from nimblert.plan import Device, Kernel, Launch, Parameter, ParameterKind, Plan, Target
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 
 _SEED = 1
 _SPREAD = 0.1

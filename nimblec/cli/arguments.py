@@ -10,8 +10,8 @@ from typing import TypeVar
 import click
 import numpy as np
 
-from nimblec.errors import ArgumentError
-from nimblec.options import (
+from nimblec.base.errors import ArgumentError
+from nimblec.base.options import (
     InputSpec,
     NamedInput,
     read_nbytes,
@@ -35,7 +35,7 @@ def _read(
     param: click.Parameter | None,
     ctx: click.Context | None,
 ) -> T:
-    """Apply a reader of `nimblec.options`, and turn its error into click's."""
+    """Apply a reader of `nimblec.base.options`, and turn its error into click's."""
     try:
         return reader(value)
     except ArgumentError as exc:

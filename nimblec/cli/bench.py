@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from nimblec import measure
-from nimblec.cli import arguments, interrupts, loading, report
+from nimblec.cli import arguments, interrupts, loading, measure, report
 from nimblec.cli.command import OWN_PROCESS, Command
 from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress

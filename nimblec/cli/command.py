@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from nimblec.base.errors import missing_package
 from nimblec.cli.console import echo_lines
-from nimblec.errors import missing_package
 from nimblert.errors import NimbleError
 
 DEBUG = "nimblec.debug"

@@ -9,11 +9,11 @@ from typing import get_args
 import click
 import numpy as np
 
+from nimblec.base.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
 from nimblec.cli.progress import StageProgress
-from nimblec.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
 from nimblert.plan import schema
 
 

@@ -5,10 +5,10 @@ from dataclasses import fields
 
 from rich.table import Table
 
+from nimblec.base.places import Phase
 from nimblec.cli.report import ROWS, capped, nbytes_text, seconds_text, table
 from nimblec.inspect.inspection import Json
 from nimblec.inspect.layers import Layers, Share, at_depth
-from nimblec.places import Phase
 
 _SEVERAL, _UNKNOWN, _ALL = "several", "unknown", "all"
 _COLUMNS = (*(phase.value for phase in Phase), _SEVERAL, _UNKNOWN)

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nimblec.cli.console import printable
+from nimblec.cli.measure import Measurement
 from nimblec.inspect.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
-from nimblec.measure import Measurement
 from nimblert.plan import Plan
 from nimblert.telemetry import CommandTime
 

@@ -9,8 +9,8 @@ import numpy as np
 from nimblec.cli import arguments
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo
-from nimblec.verify import verification
-from nimblec.verify.verification import Result
+from nimblec.inspect import verification
+from nimblec.inspect.verification import Result
 from nimblert.errors import PlanError
 
 
@@ -77,7 +77,7 @@ def verify_plan(
     """
     checks = verification.verify(plan)
     if model is not None:
-        from nimblec.verify import against  # brings in onnx and ONNX Runtime
+        from nimblec.inspect import against  # brings in onnx and ONNX Runtime
 
         allowed = against.TOLERANCE if tolerance is None else tolerance
         wanted = against.Against(

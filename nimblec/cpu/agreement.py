@@ -12,12 +12,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
+from nimblec.base.difference import difference, relative_gaps
+from nimblec.base.errors import CompileError
 from nimblec.cpu.optimizer import OptimizedModel, OptimizerError, Rewriting, optimize
 from nimblec.cpu.reference import ReferenceModel, ReferenceRun, run_feeds, run_reference
-from nimblec.difference import difference, relative_gaps
-from nimblec.errors import CompileError
-from nimblec.frontend.onnx import model_nodes
-from nimblec.frontend.onnx.external_data import read_tensor
+from nimblec.onnx_import import model_nodes
+from nimblec.onnx_import.external_data import read_tensor
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import optimizer
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes
+from nimblec.onnx_import import model_nodes
 
 
 def take_branches(model: ModelProto, folder: Path) -> None:

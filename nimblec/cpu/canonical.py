@@ -11,8 +11,8 @@ from functools import cache
 
 from onnx import GraphProto, NodeProto
 
-from nimblec.frontend.onnx.model_nodes import read_names, subgraphs
 from nimblec.graph.topological_order import topological_order
+from nimblec.onnx_import.model_nodes import read_names, subgraphs
 
 _COUNTED = re.compile(r"(.+)_token_\d+")
 """ONNX Runtime's form of a name that is taken; the first of several has no number."""

@@ -12,6 +12,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.base.options import InputSpec, NamedInput
+from nimblec.base.places import Phase
 from nimblec.cpu import kernels, values
 from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
@@ -21,13 +25,9 @@ from nimblec.cpu.reference import ReferenceModel
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
 from nimblec.cpu.unchanged import unchanged
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.model_state import ModelState
-from nimblec.frontend.onnx import model_file, model_nodes, model_shapes
-from nimblec.frontend.onnx.input_arrays import check_examples, make_constant
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
-from nimblec.options import InputSpec, NamedInput
-from nimblec.places import Phase
+from nimblec.onnx_export.model_state import ModelState
+from nimblec.onnx_import import model_file, model_nodes, model_shapes
+from nimblec.onnx_import.input_arrays import check_examples, make_constant
 from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
 

@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from nimblec.assembly import Provenance, assemble
-from nimblec.cache.timing_cache import CachedTimer, TimingCache
+from nimblec.base.errors import CompileError
+from nimblec.base.installation import VERSION
+from nimblec.base.ir import Graph, KernelWork, Part, ProgramKey, program_name
+from nimblec.base.machine import processor
+from nimblec.base.options import InputSpec, Options, sample_range
+from nimblec.base.source import Source
+from nimblec.base.stages import Observer, stage
 from nimblec.cpu import capture
 from nimblec.cpu.agreement import Agreed, optimize_agreeing
 from nimblec.cpu.reference import SEED, ReferenceModel
-from nimblec.cpu.refit.programs import assemble_refittable
-from nimblec.cpu.refit.refittable import Model, Refittable, make_refittable
+from nimblec.cpu.refit_programs import assemble_refittable
+from nimblec.cpu.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state_check import refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
-from nimblec.errors import CompileError
-from nimblec.fits import find_fits, mark_masks
-from nimblec.frontend.onnx import model_file
-from nimblec.installation import VERSION
-from nimblec.ir import Graph, KernelWork, Part, ProgramKey, program_name
-from nimblec.lean import LeanProcess, run_seconds
-from nimblec.machine import processor
-from nimblec.options import InputSpec, Options, sample_range
+from nimblec.onnx_import import model_file
 from nimblec.plan import encoder
-from nimblec.planning import choose_schedule
-from nimblec.source import Source
-from nimblec.stages import Observer, stage
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.fits import find_fits, mark_masks
+from nimblec.plan.lean import LeanProcess, run_seconds
+from nimblec.plan.planning import choose_schedule
+from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert import golden
 from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
-    from nimblec.frontend.pytorch.onnx_export import ExportedModel  # which brings in torch
+    from nimblec.onnx_export.export import ExportedModel  # which brings in torch
 
 
 def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -114,7 +114,9 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
     """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
-    from nimblec.frontend.pytorch import dynamic_onnx, onnx_export, sources  # which bring in torch
+    from nimblec.onnx_export import dynamic as dynamic_onnx
+    from nimblec.onnx_export import export as onnx_export
+    from nimblec.pytorch import sources  # which bring in torch
 
     if not options.sizes:
         files = onnx_export.export(

@@ -24,8 +24,8 @@ from onnx import (
 )
 from onnx.external_data_helper import uses_external_data
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes, model_shapes
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.onnx_import import model_nodes, model_shapes
 from nimblert.cpu.onnx_session import onnxruntime
 
 _RIGHT_ATTENTION = (1, 32)

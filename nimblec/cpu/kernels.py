@@ -21,9 +21,9 @@ from onnx import (
     numpy_helper,
 )
 
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu.constants import TensorType, external, is_embedded, type_of
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_file, model_nodes
+from nimblec.onnx_import import model_file, model_nodes
 from nimblert.check import onnx_rules
 from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.check.protobuf import Budget

@@ -19,12 +19,12 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto
 
+from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process
 from nimblec.cpu.canonical import canonicalize
 from nimblec.cpu.constants import dense_of, read_arrays
 from nimblec.cpu.ort_worker import RefusedError
-from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.onnx.model_nodes import nodes, subgraphs
+from nimblec.onnx_import.model_nodes import nodes, subgraphs
 from nimblert.cpu.onnx_session import onnxruntime
 
 SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})

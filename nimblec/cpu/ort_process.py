@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from nimblec.base.errors import CompileError
+from nimblec.base.processes import environment
 from nimblec.cpu import ort_worker
 from nimblec.cpu.ort_worker import RefusedError, Value
-from nimblec.errors import CompileError
-from nimblec.processes import environment
 from nimblert.arrays.dtypes import numpy_dtype
 
 LOOP_LIMIT_S = 120

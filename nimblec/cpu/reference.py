@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto
 
+from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import refusal
 from nimblec.cpu.ort_worker import RefusedError
 from nimblec.cpu.values import check_sizes, static_shape, with_outputs
-from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.model_state import ModelState
-from nimblec.frontend.onnx import model_file, model_nodes
-from nimblec.frontend.onnx.model_file import ModelTensor
+from nimblec.onnx_export.model_state import ModelState
+from nimblec.onnx_import import model_file, model_nodes
+from nimblec.onnx_import.model_file import ModelTensor
 from nimblert import golden
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.plan import Profile

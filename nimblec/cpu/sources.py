@@ -6,8 +6,8 @@ from itertools import chain
 
 from onnx import ModelProto, NodeProto
 
-from nimblec.frontend.onnx.model_nodes import first_output
-from nimblec.places import SOURCE_KEY, Phase, joined
+from nimblec.base.places import SOURCE_KEY, Phase, joined
+from nimblec.onnx_import.model_nodes import first_output
 
 _BLOCKED = "_nchwc"
 """Suffix of the name of a node that ONNX Runtime laid out in blocks; before it stands the name of its value."""

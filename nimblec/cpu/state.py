@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from onnx import NodeProto
 
 from nimblec.cpu.constants import TensorType
-from nimblec.frontend.model_state import ModelState
-from nimblec.frontend.onnx import model_nodes
 from nimblec.graph.topological_order import topological_order
+from nimblec.onnx_export.model_state import ModelState
+from nimblec.onnx_import import model_nodes
 from nimblert.check import in_place
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})

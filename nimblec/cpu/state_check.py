@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nimblec.base.errors import CompileError
 from nimblec.cpu.agreement import Agreed
 from nimblec.cpu.reference import run_feeds
-from nimblec.errors import CompileError
 from nimblert import golden
 from nimblert.executable import load
 from nimblert.plan import Plan

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nimblec.machine import processor_count
-from nimblec.planning import Measured
+from nimblec.base.machine import processor_count
+from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking

@@ -7,8 +7,8 @@ import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 from nimblec.cpu.optimizer import OptimizedModel
-from nimblec.frontend.onnx import model_file, model_nodes
-from nimblec.frontend.onnx.external_data import read_bytes
+from nimblec.onnx_import import model_file, model_nodes
+from nimblec.onnx_import.external_data import read_bytes
 from nimblert.arrays.dtypes import numpy_dtype
 
 

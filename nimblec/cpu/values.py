@@ -13,13 +13,13 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import SHAPE_ARITHMETIC, OptimizedModel
 from nimblec.cpu.ort_worker import Feed, RefusedError
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes, model_shapes
-from nimblec.frontend.onnx.model_file import ModelTensor
+from nimblec.onnx_import import model_nodes, model_shapes
+from nimblec.onnx_import.model_file import ModelTensor
 from nimblert.arrays.dtypes import numpy_dtype
 from nimblert.check.extents import MAX_RANK
 from nimblert.plan import ITEM_NBYTES

@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nimblec.difference import difference, numbers
-from nimblec.errors import CompileError
+from nimblec.base.difference import difference, numbers
+from nimblec.base.errors import CompileError
 from nimblert import golden
 from nimblert.plan import Program
 

@@ -5,22 +5,22 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import ProgramKey
 from nimblec.cuda import accuracy
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded
-from nimblec.errors import CompileError
-from nimblec.fits import find_fits
-from nimblec.ir import ProgramKey
-from nimblec.lean import DifferingOutput, LeanProcess, run_seconds
 from nimblec.plan import encoder
+from nimblec.plan.fits import find_fits
+from nimblec.plan.lean import DifferingOutput, LeanProcess, run_seconds
 from nimblert import golden
 from nimblert.errors import CudaError
 from nimblert.plan import Plan, Program, Target
 
 if TYPE_CHECKING:
-    from nimblec.cuda.recording.cupti import CodeRecorder
-    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.cuda.capture.cupti import CodeRecorder
+    from nimblec.pytorch.model import TorchModel
 
 _SEED = 0
 

@@ -4,16 +4,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nimblec.errors import CompileError
-from nimblec.ir import BufferKind, Graph, ProgramKey
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import BufferKind, Graph, ProgramKey
 
 if TYPE_CHECKING:
-    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.pytorch.model import TorchModel
 
 
 def with_common_state(models: "Mapping[ProgramKey, TorchModel]") -> "dict[ProgramKey, TorchModel]":
     """The models, each with the storages that other entries write, which its rewrites must not fold."""
-    from nimblec.frontend.pytorch.flat import written_storages  # brings in torch
+    from nimblec.pytorch.flat import written_storages  # brings in torch
 
     written = frozenset().union(*map(written_storages, models.values()))
     return {key: replace(model, written_elsewhere=written) for key, model in models.items()}

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from nimblec import errors
+from nimblec.base import errors
+from nimblec.base.errors import CompileError
+from nimblec.base.options import DEFAULT_LEVEL, Options
+from nimblec.base.processes import environment, module_command
+from nimblec.base.source import Source
+from nimblec.base.stages import Observer, stage
 from nimblec.cuda import fixed_addresses
 from nimblec.cuda.request import CompileRequest
-from nimblec.errors import CompileError
-from nimblec.options import DEFAULT_LEVEL, Options
-from nimblec.processes import environment, module_command
-from nimblec.source import Source
-from nimblec.stages import Observer, stage
 from nimblert.errors import NimbleError
 from nimblert.plan.files import scratch_folder
 

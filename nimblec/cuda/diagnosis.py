@@ -10,9 +10,9 @@ from contextlib import closing
 
 import numpy as np
 
-from nimblec.assembly import Provenance, assemble
-from nimblec.cuda.recording.record import Recording
-from nimblec.ir import BufferKind, Graph, Layout, Part
+from nimblec.base.ir import BufferKind, Graph, Layout, Part
+from nimblec.cuda.capture.record import Recording
+from nimblec.plan.assembly import Provenance, assemble
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
 from nimblert import golden

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.tensors import DTYPE_NAMES
-from nimblec.ir import BufferKind, Graph
+from nimblec.base.ir import BufferKind, Graph
+from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.tensors import DTYPE_NAMES
 
 
 def with_weights(graph: Graph, original: TorchModel, *, as_it_runs: bool) -> Graph:

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nimblec.base.options import Options
 from nimblec.cuda.request import CompileRequest
-from nimblec.options import Options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nimblec.frontend.onnx.importer import Weigh
-    from nimblec.frontend.pytorch.model import ModelCall, TorchModel
-    from nimblec.ir import ProgramKey
+    from nimblec.base.ir import ProgramKey
+    from nimblec.onnx_import.importer import Weigh
+    from nimblec.pytorch.model import ModelCall, TorchModel
 
 _SEED = 0
 
@@ -22,9 +22,9 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     """The model of each entry, in the sizes of each profile."""
     import torch
 
-    from nimblec.frontend.pytorch import sources
-    from nimblec.frontend.pytorch.model import place_call, set_arithmetic
-    from nimblec.frontend.pytorch.state import share
+    from nimblec.pytorch import sources
+    from nimblec.pytorch.model import place_call, set_arithmetic
+    from nimblec.pytorch.state import share
 
     torch.manual_seed(_SEED)
     set_arithmetic(request.precision)
@@ -55,7 +55,7 @@ def choose_without_timing() -> None:
 
 def let_torch_draw(models: "Iterable[TorchModel]") -> None:
     """Let models that are captured as they run, and have a generator's state, draw from torch's own generator."""
-    from nimblec.frontend.pytorch.state import Writing
+    from nimblec.pytorch.state import Writing
 
     for model in models:
         if isinstance(model.module, Writing) and not model.is_compiled:
@@ -64,7 +64,7 @@ def let_torch_draw(models: "Iterable[TorchModel]") -> None:
 
 def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":
     """An ONNX file in the sizes of each profile, with the weights from ``weigh``."""
-    from nimblec.frontend.onnx.torch_model import load_onnx
+    from nimblec.onnx_import.torch_model import load_onnx
 
     options = _options(request)
     return {

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
-from nimblec.errors import described, missing_package
-from nimblec.stages import stage
+from nimblec.base.errors import described, missing_package
+from nimblec.base.stages import stage
 from nimblert.errors import NimbleError
 
 

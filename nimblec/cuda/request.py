@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nimblec.options import InputSpec, NamedInput, Precision
-from nimblec.source import Source
+from nimblec.base.options import InputSpec, NamedInput, Precision
+from nimblec.base.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """A compilation for the CUDA target. The other fields are those of `nimblec.options.Options`.
+    """A compilation for the CUDA target. The other fields are those of `nimblec.base.options.Options`.
 
     ``source`` holds no object of the requesting process, ``constants`` and ``examples`` are .npz files of the arrays,
     and ``output`` the plan file to write. ``sys_path`` comes first in the module search path of the capture process.

@@ -5,23 +5,23 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nimblec.assembly import Provenance, assemble
-from nimblec.cache.timing_cache import CachedTimer, TimingCache
+from nimblec.base.errors import TraceError, UnsupportedModelError, forget_locals, unforeseen
+from nimblec.base.ir import Graph, Part
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.timing import CudaTimer
-from nimblec.errors import TraceError, UnsupportedModelError, forget_locals, unforeseen
-from nimblec.ir import Graph, Part
-from nimblec.planning import choose_schedule
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.planning import choose_schedule
+from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert.cuda import driver
 from nimblert.plan import Device, Target
 
 if TYPE_CHECKING:
     import torch
 
-    from nimblec.cuda.recording.record import ModelRecorder, Recorders, Recording
-    from nimblec.frontend.pytorch.model import TorchModel
-    from nimblec.levels.variants import Variant
+    from nimblec.cuda.capture.record import ModelRecorder, Recorders, Recording
+    from nimblec.optimize.variants import Variant
+    from nimblec.pytorch.model import TorchModel
     from nimblert.errors import NimbleError
 
 
@@ -50,14 +50,14 @@ class Selector:
 
     def variants(self, model: "TorchModel") -> "Iterator[Variant]":
         """The variants of a model at the requested level."""
-        from nimblec.levels.variants import variants
+        from nimblec.optimize.variants import variants
 
         report = (lambda step: self._reports.note([str(step)])) if self._request.print_passes else None
         return variants(model, self._request.level, half(self._request.precision), self._times, report)
 
     def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
         """The variant of a model whose plan takes the least GPU time."""
-        from nimblec.levels.variants import as_it_runs
+        from nimblec.optimize.variants import as_it_runs
 
         level, dtype = self._request.level, half(self._request.precision)
         best: Recorded | None = None
@@ -88,7 +88,7 @@ class Selector:
 
     def _record(self, variant: "Variant") -> Recorded:
         """Record a variant, and schedule it."""
-        from nimblec.levels.torch_compile import forget_kernels
+        from nimblec.optimize.torch_compile import forget_kernels
 
         forget_kernels()
         with nullcontext() if variant.is_original else self._reports.stage("optimize"):

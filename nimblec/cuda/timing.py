@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from nimblec.gpu_turn import undisturbed
-from nimblec.planning import Measured
+from nimblec.base.gpu_lock import undisturbed
+from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, bindings, call

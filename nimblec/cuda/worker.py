@@ -13,24 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nimblec.assembly import Provenance, assemble
-from nimblec.cache.timing_cache import TimingCache
+from nimblec.base.ir import Part, ProgramKey, program_name
 from nimblec.cuda.check import write_checked
 from nimblec.cuda.common_state import refuse_folded_state, with_common_state
 from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
-from nimblec.fits import mark_masks
-from nimblec.ir import Part, ProgramKey, program_name
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.fits import mark_masks
+from nimblec.plan.timing_cache import TimingCache
 from nimblert.cuda import driver
 from nimblert.plan import Plan
 
 if TYPE_CHECKING:
-    from nimblec.cuda.recording.record import Recorders
-    from nimblec.cuda.refit.refittable import Refittable
-    from nimblec.frontend.onnx.importer import Weigh
-    from nimblec.frontend.pytorch.model import TorchModel
+    from nimblec.cuda.capture.record import Recorders
+    from nimblec.cuda.refittable import Refittable
+    from nimblec.onnx_import.importer import Weigh
+    from nimblec.pytorch.model import TorchModel
 
 _NEW_OBJECTS = 100_000
 """New objects before a garbage collection: imports and graphs make a million that stay alive."""
@@ -85,10 +85,10 @@ class _Worker:
     def _start(self) -> "Recorders":
         """Import the framework, and begin to watch it before CUDA starts."""
         with self._reports.stage("import the framework"):
-            from nimblec.cuda.recording.allocator import BumpAllocator
-            from nimblec.cuda.recording.cupti import CodeRecorder
-            from nimblec.cuda.recording.record import Recorders
-            from nimblec.kernels.core import triton_start
+            from nimblec.cuda.capture.allocator import BumpAllocator
+            from nimblec.cuda.capture.cupti import CodeRecorder
+            from nimblec.cuda.capture.record import Recorders
+            from nimblec.kernels import triton_start
 
             triton_start.choose_assembler()
         with self._reports.stage("initialise CUDA"):
@@ -131,7 +131,7 @@ class _Worker:
         is_onnx = request.source.kind == "onnx"
         if not request.refittable or (request.level == 0 and not is_onnx and half(request.precision) is None):
             return None
-        from nimblec.cuda.refit.refittable import make_refittable, of_files, of_modules
+        from nimblec.cuda.refittable import make_refittable, of_files, of_modules
 
         def load(weigh: "Weigh") -> "dict[ProgramKey, TorchModel]":
             models = load_files(request, weigh)
@@ -152,7 +152,7 @@ class _Worker:
         recorders: "Recorders",
     ) -> Plan:
         """The plan of the parts captured from ``models``, with its refits."""
-        from nimblec.cuda.refit.programs import assemble_refittable, recipes
+        from nimblec.cuda.refit_programs import assemble_refittable, recipes
 
         with self._reports.stage("recipes"):
             found = recipes(refittable, models, "cuda")

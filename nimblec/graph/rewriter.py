@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
+from nimblec.base.places import joined
 from nimblec.graph.definitions import INFERENCES
-from nimblec.places import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

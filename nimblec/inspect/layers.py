@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from nimblec.places import LOSS, Phase, Place, places
+from nimblec.base.places import LOSS, Phase, Place, places
 from nimblert.plan import Launch, Plan, Program, Region, Target, Work
 from nimblert.plan.pieces import writes
 

@@ -2,31 +2,31 @@
 
 from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.simplify import simplify
-from nimblec.optimize.canonical.attention_masks import canonicalize_masks
-from nimblec.optimize.canonical.copies import drop_copies
-from nimblec.optimize.canonical.folding import fill_empty, fold_constants
-from nimblec.optimize.canonical.gelu import recognize_gelu
-from nimblec.optimize.canonical.numbers import inline_numbers
-from nimblec.optimize.canonical.subexpressions import merge_equal_calls
-from nimblec.optimize.fuse.activations import fuse_activations
-from nimblec.optimize.fuse.attention import fuse_attention
-from nimblec.optimize.fuse.batch_norm import fold_batch_norm
-from nimblec.optimize.fuse.branches import join_branches
-from nimblec.optimize.fuse.convolutions import fuse_convolutions
-from nimblec.optimize.fuse.linears import join_linears
-from nimblec.optimize.fuse.pointwise import linear_convolutions
-from nimblec.optimize.fuse.shared_matrix import join_batches
-from nimblec.optimize.layout.aligned_weights import align_weights
-from nimblec.optimize.layout.channels_last import lay_contiguous, propagate_channels_last
-from nimblec.optimize.layout.gradients import split_gradients
-from nimblec.optimize.layout.groups import lay_groups_contiguous
-from nimblec.optimize.layout.recurrent import pack_recurrent_weights
-from nimblec.optimize.layout.transposed import block_transposed_convolutions
+from nimblec.optimize.passes.activations import fuse_activations
+from nimblec.optimize.passes.aligned_weights import align_weights
+from nimblec.optimize.passes.attention import fuse_attention
+from nimblec.optimize.passes.attention_masks import canonicalize_masks
+from nimblec.optimize.passes.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.biases import free_biases
+from nimblec.optimize.passes.branches import join_branches
+from nimblec.optimize.passes.cast import cast
+from nimblec.optimize.passes.channels_last import lay_contiguous, propagate_channels_last
+from nimblec.optimize.passes.convolutions import fuse_convolutions
+from nimblec.optimize.passes.copies import drop_copies
+from nimblec.optimize.passes.folding import fill_empty, fold_constants
+from nimblec.optimize.passes.gelu import recognize_gelu
+from nimblec.optimize.passes.generate import generate_regions
+from nimblec.optimize.passes.layout_gradients import split_gradients
+from nimblec.optimize.passes.layout_groups import lay_groups_contiguous
+from nimblec.optimize.passes.linears import join_linears
+from nimblec.optimize.passes.numbers import inline_numbers
+from nimblec.optimize.passes.pointwise import linear_convolutions
+from nimblec.optimize.passes.recurrent import pack_recurrent_weights
+from nimblec.optimize.passes.shared_matrix import join_batches
+from nimblec.optimize.passes.state import mark_writes, write_state
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.optimize.passes.transposed import block_transposed_convolutions
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
-from nimblec.optimize.precision.cast import cast
-from nimblec.optimize.regions.biases import free_biases
-from nimblec.optimize.regions.generate import generate_regions
-from nimblec.optimize.state import mark_writes, write_state
 
 CANONICAL = (
     Pass(run=fill_empty, reason="zeros depend on nothing, so fold_constants computes what is made of them"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from nimblec.ir import Schedule
+from nimblec.base.ir import Schedule
 from nimblec.schedule.dag import Dag, ancestors, transitive_reduction
 
 

@@ -7,7 +7,7 @@ thousand tasks take less than a microsecond.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nimblec.ir import Schedule
+from nimblec.base.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

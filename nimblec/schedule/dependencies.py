@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nimblec.ir import Access, Buffer, BufferKind, Graph, Task
+from nimblec.base.ir import Access, Buffer, BufferKind, Graph, Task
 from nimblec.schedule.dag import Dag, ancestors, descendants
 from nimblec.schedule.renaming import renamed
 

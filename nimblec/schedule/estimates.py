@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from nimblec.ir import Graph, KernelWork, Schedule, Task
+from nimblec.base.ir import Graph, KernelWork, Schedule, Task
 from nimblert.cpu.onnx_threads import is_large
 from nimblert.plan import Kernel, ParameterKind, Target
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import prod
 from statistics import median
 
-from nimblec.ir import Graph, KernelWork, Schedule, Task
+from nimblec.base.ir import Graph, KernelWork, Schedule, Task
 from nimblec.schedule.dag import scheduled_predecessors, successors_of
 
 

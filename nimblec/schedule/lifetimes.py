@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nimblec.ir import BufferKind, Graph, KernelWork, Schedule, Task
+from nimblec.base.ir import BufferKind, Graph, KernelWork, Schedule, Task
 from nimblec.schedule.dag import scheduled_ancestors, scheduled_descendants, task_set
 
 ARENA_KINDS = (BufferKind.TEMPORARY, BufferKind.WORKSPACE)

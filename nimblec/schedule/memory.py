@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nimblec.ir import BufferKind, Graph, Layout, Schedule
+from nimblec.base.ir import BufferKind, Graph, Layout, Schedule
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import scheduled_ancestors
 from nimblec.schedule.lifetimes import ARENA_KINDS, Lifetimes, lifetimes, task_buffers, used_buffers

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from nimblec.ir import BufferKind, Graph, Task
+from nimblec.base.ir import BufferKind, Graph, Task
 from nimblec.schedule.lifetimes import ARENA_KINDS, task_buffers
 from nimblec.schedule.renaming import renamed
 

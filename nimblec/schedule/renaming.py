@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nimblec.ir import Access, CopyWork, FillWork, KernelWork, Task, Work
+from nimblec.base.ir import Access, CopyWork, FillWork, KernelWork, Task, Work
 
 
 def renamed(task: Task, name: Callable[[int], int]) -> Task:

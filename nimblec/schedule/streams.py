@@ -6,7 +6,7 @@ Each takes the dependencies of a graph and returns a valid schedule.
 import heapq
 from collections.abc import Iterable, Sequence
 
-from nimblec.ir import Schedule
+from nimblec.base.ir import Schedule
 from nimblec.schedule.dag import Dag, transitive_reduction
 from nimblec.schedule.matching import fewest_chains
 

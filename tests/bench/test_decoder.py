@@ -12,13 +12,13 @@ from rewriting import counts
 from bench import decoder
 from bench.decoder_peer import MODES, TorchDecoder, generated, of_plan
 from bench.models import llama_decoder
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.frontend.pytorch.model import place
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.levels import o2
-from nimblec.levels.recipe import Runs
+from nimblec.kernels.gpu import SM_90
+from nimblec.optimize import o2
 from nimblec.optimize.pipeline import Setting
-from nimblec.options import Options
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.model import place
 
 STEPS = 20
 SMALL = f"{llama_decoder.__name__}:small"

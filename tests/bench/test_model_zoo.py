@@ -12,9 +12,9 @@ from torch import nn
 
 from bench import environment, model_zoo
 from bench.model_zoo import STATUSES, run
-from nimblec.levels.o2 import TRITON_NORMS
-from nimblec.levels.recipe import Recipe
+from nimblec.optimize.o2 import TRITON_NORMS
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline
+from nimblec.optimize.recipe import Recipe
 
 
 @pytest.fixture(autouse=True)

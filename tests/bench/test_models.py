@@ -10,7 +10,7 @@ from bench.models.amoebanet_a import AmoebaNetA
 from bench.models.batch_statistics import settled
 from bench.models.darts import DartsNetwork
 from bench.models.unet import UNet
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),

@@ -8,7 +8,7 @@ import pytest
 
 from bench import resume
 from bench.models import cifar_training
-from nimblec.options import Options
+from nimblec.base.options import Options
 
 STAGES = ("python", "import", "load", "state", "step")
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import model_zoo
 from bench.models import amoebanet_a, darts
 from bench.models.searched_cells import OPERATIONS, Cell, FactorizedReduce, Genotype
-from nimblec.frontend.pytorch.sources import import_callable
+from nimblec.pytorch.sources import import_callable
 
 
 def darts_network() -> nn.Module:

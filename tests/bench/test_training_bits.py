@@ -15,10 +15,10 @@ import torch
 from bench import training_bits, training_bits_peer
 from bench.models import training_bits as models
 from bench.training_bits_peer import MODES, Run, bits, distances, drawn, eager, figures
+from nimblec.base.options import Options
+from nimblec.base.stages import Observer
 from nimblec.compiler import Compiled
-from nimblec.frontend.pytorch.training.state import OFFSET, SEED
-from nimblec.options import Options
-from nimblec.stages import Observer
+from nimblec.training.state import OFFSET, SEED
 from nimblert.plan import Target
 
 STEPS = 3

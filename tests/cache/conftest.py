@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from plan_caching import write_model
 
-from nimblec.cache import plan_key
-from nimblec.options import Options
+from nimblec.base.options import Options
+from nimblec.plan import plan_key
 
 _software = plan_key._software
 

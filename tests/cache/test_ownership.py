@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from plan_caching import Compiler, compiled
 
-from nimblec.cache import ownership
-from nimblec.cache.timing_cache import TimingCache
-from nimblec.options import Options
+from nimblec.base.options import Options
+from nimblec.plan import ownership
+from nimblec.plan.timing_cache import TimingCache
 
 Change = Callable[[Path], None]
 

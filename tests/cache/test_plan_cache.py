@@ -15,11 +15,11 @@ from subprocesses import python
 
 import nimblec
 from nimblec import compiler
-from nimblec.cache.plan_cache import compile_once
-from nimblec.ir import BUSY
-from nimblec.options import Options
-from nimblec.processes import environment, module_command
-from nimblec.source import Source
+from nimblec.base.ir import BUSY
+from nimblec.base.options import Options
+from nimblec.base.processes import environment, module_command
+from nimblec.base.source import Source
+from nimblec.plan.plan_cache import compile_once
 from nimblert.cuda import driver
 from nimblert.plan import Target
 

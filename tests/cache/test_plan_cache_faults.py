@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from plan_caching import KEY, Compiler, change_byte, compiled
 
-from nimblec.cache.plan_cache import PlanCache
-from nimblec.options import Options
-from nimblec.processes import environment
+from nimblec.base.options import Options
+from nimblec.base.processes import environment
+from nimblec.plan.plan_cache import PlanCache
 
 
 def swap_records(plan: Path, record: Path) -> None:
@@ -140,7 +140,7 @@ def test_two_processes_at_once_leave_one_good_plan(tmp_path: Path, model: Path) 
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from nimblec.cache import plan_cache
+from nimblec.plan import plan_cache
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 {patch}

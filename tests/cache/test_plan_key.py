@@ -14,9 +14,9 @@ from plan_caching import Compiler, change_byte, compiled, onnx_source, write_mod
 from plans import H200
 
 import nimblec
-from nimblec.cache import plan_key
-from nimblec.cache.plan_key import PlanKey, find_key
-from nimblec.options import InputSpec, NamedInput, Options
+from nimblec.base.options import InputSpec, NamedInput, Options
+from nimblec.plan import plan_key
+from nimblec.plan.plan_key import PlanKey, find_key
 from nimblert.cuda import driver
 from nimblert.plan import Target
 
@@ -219,7 +219,7 @@ def test_our_source_python_and_the_machine_are_in_the_key(
     seen.append(key_of(model, options, target))
     monkeypatch.setattr(sys, "version", f"{sys.version} another")
     seen.append(key_of(model, options, target))
-    monkeypatch.setattr("nimblec.cache.plan_key.processor", lambda: "Z80 x 1")
+    monkeypatch.setattr("nimblec.plan.plan_key.processor", lambda: "Z80 x 1")
     seen.append(key_of(model, options, target))
     for device in devices[1:] if target is Target.CUDA else ():
         monkeypatch.setattr(driver, "describe", lambda device=device: device)

@@ -16,9 +16,9 @@ from command_line import CommandLine
 from plans import cuda_plan
 from subprocesses import ROOT
 
-from nimblec.cache import timing_cache
-from nimblec.cache.timing_cache import CachedTimer, TimingCache
-from nimblec.planning import Measured
+from nimblec.plan import timing_cache
+from nimblec.plan.planning import Measured
+from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert.plan import Command, Device, Launch, Memcpy, Memset, Plan, Pointer, Region, Wait
 
 

@@ -362,7 +362,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from nimblec.compiler import compile_model
-from nimblec.options import Options
+from nimblec.base.options import Options
 def observe(stage, seconds):
     if stage == sys.argv[3] and seconds is not None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,12 +11,12 @@ import pytest
 from command_line import OLD_PLAN, CommandLine
 from plans import cpu_plan, pointer
 
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.options import InputSpec, NamedInput, Options, read_spec
+from nimblec.base.stages import Observer
 from nimblec.cli import arguments
 from nimblec.cli.interrupts import INTERRUPTED
-from nimblec.errors import UnsupportedModelError
-from nimblec.options import InputSpec, NamedInput, Options, read_spec
 from nimblec.plan import encoder
-from nimblec.stages import Observer
 from nimblert.errors import InputError, NimbleError
 from nimblert.plan import Region, Target, Tensor
 

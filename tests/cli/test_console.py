@@ -14,9 +14,9 @@ from cpu_plans import floats, write_model
 from onnx import helper
 from plans import cpu_plan, cuda_plan
 
+from nimblec.base.processes import environment
 from nimblec.cli.console import printable
 from nimblec.plan import encoder
-from nimblec.processes import environment
 from nimblert.plan import Plan, Program
 
 ROOT = Path(__file__).parents[2]

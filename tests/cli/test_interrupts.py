@@ -12,8 +12,8 @@ import pytest
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 
+from nimblec.base.processes import environment
 from nimblec.cli.interrupts import prompt_interrupts
-from nimblec.processes import environment
 
 
 def endless(path: Path) -> Path:

@@ -19,8 +19,8 @@ from onnx import ModelProto, numpy_helper
 
 import nimblec
 import nimblert
+from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process
-from nimblec.errors import CompileError, UnsupportedModelError
 
 
 def parse(text: str, **constants: ArrayLike) -> ModelProto:

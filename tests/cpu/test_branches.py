@@ -9,9 +9,9 @@ import pytest
 from cpu_plans import assert_same, floats, plan_file, run_onnxruntime, run_plan, write_model
 from onnx import NodeProto, TensorProto, helper
 
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import branches
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import model_nodes
+from nimblec.onnx_import import model_nodes
 from nimblert.plan import Plan
 
 node = helper.make_node

@@ -19,17 +19,17 @@ from onnxscript import opset18 as op
 from torch.nn.attention.flex_attention import flex_attention
 
 import nimblec
+from nimblec.base.errors import CompileError
+from nimblec.base.options import Options, read_options
+from nimblec.base.source import Source
 from nimblec.cpu import capture, timing
 from nimblec.cpu.compile import compile_cpu
-from nimblec.errors import CompileError
-from nimblec.frontend.pytorch.model import place
-from nimblec.frontend.pytorch.onnx_constants import like
-from nimblec.frontend.pytorch.onnx_export import accuracy
-from nimblec.frontend.pytorch.onnx_exporting import exporting_onnx
-from nimblec.frontend.pytorch.onnx_translations import COMMON
-from nimblec.frontend.pytorch.state import WithState
-from nimblec.options import Options, read_options
-from nimblec.source import Source
+from nimblec.onnx_export.constants import like
+from nimblec.onnx_export.export import accuracy
+from nimblec.onnx_export.exporting import exporting_onnx
+from nimblec.onnx_export.translations import COMMON
+from nimblec.pytorch.model import place
+from nimblec.pytorch.state import WithState
 from nimblert import executable, golden
 from nimblert.check.reading import read_plan
 from nimblert.cpu.onnx_session import session_options
@@ -152,7 +152,7 @@ def test_a_named_dimension_gives_the_shape(embedding: Path, tmp_path: Path) -> N
 
 
 def test_random_integers_out_of_range_point_to_the_example_flag(embedding: Path, tmp_path: Path) -> None:
-    spec = nimblec.options.InputSpec(name="i", shape=(3,))
+    spec = nimblec.base.options.InputSpec(name="i", shape=(3,))
     with pytest.raises(CompileError, match=r"out of data bounds.*give --example NAME=FILE\.npy"):
         compile_file(embedding, tmp_path / "model.plan", inputs=(spec,))
     assert not (tmp_path / "model.plan").exists()

@@ -8,8 +8,8 @@ from onnx import ModelProto, numpy_helper
 
 from bench.onnx_cases import cases
 from bench.onnx_coverage import run_case
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import corrections
-from nimblec.errors import UnsupportedModelError
 
 BY_NAME = {case.name: case for case in cases()}
 SCORES = "test_attention_4d_with_past_and_present_qk_matmul_bias_4d_mask_causal"

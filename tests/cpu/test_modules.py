@@ -13,7 +13,7 @@ from torch._higher_order_ops.map import map as map_rows
 
 import nimblec
 import nimblert
-from nimblec.errors import UnsupportedModelError
+from nimblec.base.errors import UnsupportedModelError
 from nimblert.executable import Executable
 
 X = torch.tensor([[0.5, -1.0, 2.0], [4.0, 0.25, -3.0]])

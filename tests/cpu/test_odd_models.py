@@ -10,9 +10,9 @@ from cpu_plans import Value, assert_same, floats, plan_file, run_plan, write_mod
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
 import nimblec
-from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.onnx import model_file
-from nimblec.options import InputSpec
+from nimblec.base.errors import CompileError, UnsupportedModelError
+from nimblec.base.options import InputSpec
+from nimblec.onnx_import import model_file
 from nimblert import executable
 from nimblert.check import verify
 from nimblert.errors import DeviceMismatchError

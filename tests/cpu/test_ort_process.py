@@ -13,8 +13,8 @@ from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 
 import nimblec
+from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process, ort_worker
-from nimblec.errors import CompileError, UnsupportedModelError
 from nimblert import executable
 
 node = helper.make_node

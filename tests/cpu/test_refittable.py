@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 
 import nimblec
 import nimblert
-from nimblec.cpu.refit import refittable
+from nimblec.cpu import refittable
 from nimblert.errors import InputError
 from nimblert.golden import draw_inputs
 from nimblert.plan import Launch, Plan, Region

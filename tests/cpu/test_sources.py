@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from nimblec.base.places import SOURCE_KEY
 from nimblec.cpu.optimizer import optimize
 from nimblec.cpu.sources import sources_of
-from nimblec.places import SOURCE_KEY
 
 
 def noted(op: str, reads: str, made: str, source: str, **attributes: object) -> NodeProto:

@@ -12,10 +12,10 @@ import torch
 
 import nimblec
 import nimblert
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch import onnx_export
-from nimblec.frontend.pytorch.model import bind
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.inspect.inspection import describe
+from nimblec.onnx_export import export as onnx_export
+from nimblec.pytorch.model import bind
 from nimblert.executable import Executable
 from nimblert.plan import Launch, Memcpy, Plan, Region
 

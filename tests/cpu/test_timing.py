@@ -14,7 +14,7 @@ import pytest
 import nimblec
 from nimblec.cpu import timing
 from nimblec.cpu.timing import CpuTimer
-from nimblec.lean import run_seconds
+from nimblec.plan.lean import run_seconds
 from nimblert.cpu import onnx_session
 
 DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"

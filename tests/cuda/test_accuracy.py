@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from plans import cuda_plan
 
+from nimblec.base.errors import CompileError
 from nimblec.cuda import accuracy
-from nimblec.errors import CompileError
 
 PROGRAM = cuda_plan().programs[0]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from nimblec.cuda.recording import allocator
-from nimblec.cuda.recording.allocator import STEP_NBYTES, BumpAllocator, Shift, Zone
+from nimblec.cuda.capture import allocator
+from nimblec.cuda.capture.allocator import STEP_NBYTES, BumpAllocator, Shift, Zone
 from nimblert.errors import CudaError
 
 if TYPE_CHECKING:

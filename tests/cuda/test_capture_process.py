@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, unforeseen
+from nimblec.base.options import Options
+from nimblec.base.source import Source
 from nimblec.cuda import compile as cuda
-from nimblec.errors import CompileError, TraceError, UnsupportedModelError, unforeseen
-from nimblec.options import Options
-from nimblec.source import Source
 
 STARTS_ANOTHER = """
 import subprocess, sys

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nimblec.cuda.recording.capture import describe_failure, pieces
-from nimblec.frontend.pytorch.source_tracker import SourceTracker
+from nimblec.cuda.capture.capture import describe_failure, pieces
+from nimblec.pytorch.source_tracker import SourceTracker
 
 
 class _Head(nn.Module):

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from cubin_patching import header_of, patched
 
-from nimblec.cuda.cubin.cut import cut
-from nimblec.cuda.cubin.elf import UnfamiliarCubinError
-from nimblec.cuda.cubin.reading import entry_symbols
-from nimblec.cuda.recording import modules
-from nimblec.cuda.recording.cupti import CodeRecorder
-from nimblec.cuda.recording.modules import CodeIndex, origin, reports_to_host
-from nimblec.cuda.recording.nodes import Function
-from nimblec.errors import UnsupportedModelError
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.cuda.capture import modules
+from nimblec.cuda.capture.cubin_cut import cut
+from nimblec.cuda.capture.cubin_reading import entry_symbols
+from nimblec.cuda.capture.cupti import CodeRecorder
+from nimblec.cuda.capture.elf import UnfamiliarCubinError
+from nimblec.cuda.capture.modules import CodeIndex, origin, reports_to_host
+from nimblec.cuda.capture.nodes import Function
 
 DATA = Path(__file__).parents[1] / "data"
 IMAGE, TWIN, OTHER = ((DATA / f"{n}.cubin").read_bytes() for n in ("kernels.sm_90a", "kernels.sm_80", "delay.sm_90"))

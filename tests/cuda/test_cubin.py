@@ -10,11 +10,11 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblec.cuda.cubin import elf
-from nimblec.cuda.cubin.cut import cut
-from nimblec.cuda.cubin.elf import UnfamiliarCubinError
-from nimblec.cuda.cubin.reading import SHT_NOBITS, Section, entry_symbols
-from nimblec.errors import CompileError
+from nimblec.base.errors import CompileError
+from nimblec.cuda.capture import elf
+from nimblec.cuda.capture.cubin_cut import cut
+from nimblec.cuda.capture.cubin_reading import SHT_NOBITS, Section, entry_symbols
+from nimblec.cuda.capture.elf import UnfamiliarCubinError
 from nimblert.errors import PlanFormatError
 
 CUBINS = {path.name: path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("data/kernels.*.cubin"))}

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nimblec.cuda.cubin.cut import cut
-from nimblec.cuda.cubin.elf import UnfamiliarCubinError
-from nimblec.cuda.cubin.reading import entry_symbols
+from nimblec.cuda.capture.cubin_cut import cut
+from nimblec.cuda.capture.cubin_reading import entry_symbols
+from nimblec.cuda.capture.elf import UnfamiliarCubinError
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ import pytest
 from concurrency import compilations
 from exported_models import FAMILIES, export
 
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.options import Options
 from nimblert import Plan, load
 
 pytestmark = [

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from nimblec.cuda.recording import record, tasks
-from nimblec.cuda.recording.allocator import STEP_NBYTES, Shift, Target
-from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content
-from nimblec.cuda.recording.capture import ByteRange, OpRecord, ValueDependentError
-from nimblec.cuda.recording.foreign import ForeignMemory
-from nimblec.cuda.recording.generator import GeneratorError, GeneratorMemory, find_memory
-from nimblec.cuda.recording.nodes import Function, KernelNode
-from nimblec.cuda.recording.relocation import Relocator
-from nimblec.errors import TraceError
-from nimblec.frontend.pytorch.generator import MARK
-from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.state import Writing
-from nimblec.ir import BufferKind, Graph, KernelWork
+from nimblec.base.errors import TraceError
+from nimblec.base.ir import BufferKind, Graph, KernelWork
+from nimblec.cuda.capture import record, tasks
+from nimblec.cuda.capture.allocator import STEP_NBYTES, Shift, Target
+from nimblec.cuda.capture.buffers import Allocation, BufferTable, Content
+from nimblec.cuda.capture.capture import ByteRange, OpRecord, ValueDependentError
+from nimblec.cuda.capture.foreign import ForeignMemory
+from nimblec.cuda.capture.generator import GeneratorError, GeneratorMemory, find_memory
+from nimblec.cuda.capture.nodes import Function, KernelNode
+from nimblec.cuda.capture.relocation import Relocator
+from nimblec.pytorch.generator import MARK
+from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.state import Writing
 from nimblec.schedule.dependencies import dependencies
 
 SIZES = (256, 8, 8, 8, 8, 256, 64)

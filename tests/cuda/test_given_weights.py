@@ -9,9 +9,9 @@ import torch
 
 import nimblec
 import nimblert
+from nimblec.base.ir import Buffer, BufferKind, Graph
 from nimblec.cuda.given_weights import with_weights
-from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.ir import Buffer, BufferKind, Graph
+from nimblec.pytorch.model import TorchModel
 from nimblert.errors import InputError
 from nimblert.golden import draw_inputs
 

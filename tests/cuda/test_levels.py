@@ -10,12 +10,12 @@ from eager import build
 from verdicts import verdicts
 
 import nimblert
+from nimblec.base.difference import difference
+from nimblec.base.errors import CompileError
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.difference import difference
-from nimblec.errors import CompileError
 from nimblec.optimize.pipeline import Setting
 from nimblec.optimize.rewrites import REGIONS, REWRITES
-from nimblec.options import Options
 from nimblert import golden
 from nimblert.golden import Verdict
 from nimblert.plan import Launch, Plan

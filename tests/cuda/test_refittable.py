@@ -14,26 +14,26 @@ from rewriting import counts, run
 from torch import Tensor, nn
 
 import nimblert
-from nimblec.assembly import Provenance
-from nimblec.cuda.refit.derivation import Derivations
-from nimblec.cuda.refit.programs import Given, Recipes, assemble_refittable, recipes
-from nimblec.cuda.refit.refittable import Refittable, make_refittable, of_files, of_modules, whole
-from nimblec.errors import CompileError
-from nimblec.frontend.onnx.importer import Weigh
-from nimblec.frontend.onnx.torch_model import load_onnx
-from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Part, Task, TensorView
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.o2 import TRITON_NORMS, first
-from nimblec.levels.recipe import Runs
-from nimblec.levels.torch_compile import compiled
-from nimblec.levels.variants import Variant, as_it_runs
-from nimblec.optimize.fuse.linears import join_linears
-from nimblec.optimize.layout.aligned_weights import LARGE, align_weights
-from nimblec.optimize.layout.channels_last import propagate_channels_last
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Part, Task, TensorView
+from nimblec.cuda.derivation import Derivations
+from nimblec.cuda.refit_programs import Given, Recipes, assemble_refittable, recipes
+from nimblec.cuda.refittable import Refittable, make_refittable, of_files, of_modules, whole
+from nimblec.kernels.gpu import SM_90
+from nimblec.onnx_import.importer import Weigh
+from nimblec.onnx_import.torch_model import load_onnx
+from nimblec.optimize.o1 import FUSED_REGIONS
+from nimblec.optimize.o2 import TRITON_NORMS, first
+from nimblec.optimize.passes.aligned_weights import LARGE, align_weights
+from nimblec.optimize.passes.cast import cast
+from nimblec.optimize.passes.channels_last import propagate_channels_last
+from nimblec.optimize.passes.linears import join_linears
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
-from nimblec.optimize.precision.cast import cast
+from nimblec.optimize.recipe import Runs
+from nimblec.optimize.torch_compile import compiled
+from nimblec.optimize.variants import Variant, as_it_runs
+from nimblec.plan.assembly import Provenance
+from nimblec.pytorch.model import TorchModel, place
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import nimblert
-from nimblec.options import Options, Precision
+from nimblec.base.options import Options, Precision
 from nimblert.golden import draw_inputs
 from nimblert.plan import Launch, Plan
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nimblec.errors import CompileError
+from nimblec.base.errors import CompileError
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from nimblec.cuda.recording import foreign, tasks
-from nimblec.cuda.recording.allocator import STEP_NBYTES, Place, Shift
-from nimblec.cuda.recording.buffers import BufferTable
-from nimblec.cuda.recording.capture import ByteRange, OpRecord
-from nimblec.cuda.recording.earlier import EarlierMemory
-from nimblec.cuda.recording.inductor import _accesses
-from nimblec.cuda.recording.nodes import Function, KernelNode
-from nimblec.cuda.recording.relocation import RelocatedParams, Relocator, Target
-from nimblec.errors import UnsupportedModelError
-from nimblec.ir import BufferKind
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.ir import BufferKind
+from nimblec.cuda.capture import foreign, tasks
+from nimblec.cuda.capture.allocator import STEP_NBYTES, Place, Shift
+from nimblec.cuda.capture.buffers import BufferTable
+from nimblec.cuda.capture.capture import ByteRange, OpRecord
+from nimblec.cuda.capture.earlier import EarlierMemory
+from nimblec.cuda.capture.inductor import _accesses
+from nimblec.cuda.capture.nodes import Function, KernelNode
+from nimblec.cuda.capture.relocation import RelocatedParams, Relocator, Target
 from nimblert.errors import CudaError
 
 FIRST = [0x7F00_0000_0000, 0x7F00_0000_0400, 0x7F00_0000_2000]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nimblec.cuda.recording.residents import _names, only_in
+from nimblec.cuda.capture.residents import _names, only_in
 
 
 def test_weights_of_other_models_are_left_where_they_are_but_for_shared_ones() -> None:

@@ -10,8 +10,8 @@ import pytest
 from verdicts import verdicts
 
 import nimblec
+from nimblec.base.options import read_options
 from nimblec.compiler import compile_model
-from nimblec.options import read_options
 from nimblert.check.reading import read_plan
 from nimblert.golden import Verdict
 from nimblert.plan import Command, Launch, Plan

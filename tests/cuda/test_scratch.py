@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import nimblert
-from nimblec.cuda.recording.buffers import Allocation, BufferTable, Content, Place
-from nimblec.ir import LIBRARY_MEMORY, BufferKind
+from nimblec.base.ir import LIBRARY_MEMORY, BufferKind
+from nimblec.cuda.capture.buffers import Allocation, BufferTable, Content, Place
 from nimblert import golden
 from nimblert.check.state_rules import keeps_state
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from nimblec.base.errors import TraceError, user_code
 from nimblec.cuda.selection import Recorded, Selector
-from nimblec.errors import TraceError, user_code
-from nimblec.levels.variants import Variant
+from nimblec.optimize.variants import Variant
 
 
 class Captured:

@@ -8,7 +8,7 @@ import stateful_models
 import torch
 
 import nimblert
-from nimblec.difference import difference
+from nimblec.base.difference import difference
 from nimblert.errors import InputError
 from nimblert.plan import Access, Launch, Memcpy, Plan, Region
 

@@ -8,9 +8,9 @@ import pytest
 from cubin_meaning import EXEC, meaning, sections, symbols
 from cubin_patching import HOLDERS, header_of, linked_by_cuda_12_3, patched, without_relocations
 
-from nimblec.cuda.cubin.cut import cut
-from nimblec.cuda.cubin.elf import UnfamiliarCubinError
-from nimblec.cuda.cubin.reading import entry_symbols
+from nimblec.cuda.capture.cubin_cut import cut
+from nimblec.cuda.capture.cubin_reading import entry_symbols
+from nimblec.cuda.capture.elf import UnfamiliarCubinError
 
 DATA = Path(__file__).parents[1] / "data"
 KEPT = {"scale", "reverse", "nested", "_Z8increaseIfEvPT_"}

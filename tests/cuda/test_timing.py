@@ -9,7 +9,7 @@ import pytest
 from copying import copying
 from host_driver import HostDriver
 
-from nimblec import gpu_turn
+from nimblec.base import gpu_lock as gpu_turn
 from nimblec.cuda.timing import CudaTimer
 from nimblert.cuda import driver
 

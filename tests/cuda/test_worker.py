@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from nimblec.base.errors import MissingPackageError, UnsupportedModelError
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
+from nimblec.base.source import Source
 from nimblec.cuda import check, selection, worker
-from nimblec.cuda.recording import allocator, cupti, record
+from nimblec.cuda.capture import allocator, cupti, record
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
-from nimblec.errors import MissingPackageError, UnsupportedModelError
-from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
-from nimblec.lean import DifferingOutput
-from nimblec.planning import Measured
-from nimblec.source import Source
+from nimblec.plan.lean import DifferingOutput
+from nimblec.plan.planning import Measured
+from nimblec.pytorch.model import TorchModel, place
 from nimblert.check.reading import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError

@@ -12,9 +12,9 @@ from rewriting import DenseNet, check
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.base.errors import TraceError, UnsupportedModelError
 from nimblec.optimize import optimize
+from nimblec.pytorch.aten_graph import trace
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from rewriting import check, with_triton_kernels
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from nimblec.frontend.pytorch import aten_graph
-from nimblec.frontend.pytorch.aten_graph import trace
-from nimblec.frontend.pytorch.flat import flattened
-from nimblec.frontend.pytorch.model import TorchModel, place
 from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize
+from nimblec.pytorch import aten_graph
+from nimblec.pytorch.aten_graph import trace
+from nimblec.pytorch.flat import flattened
+from nimblec.pytorch.model import TorchModel, place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of nested tensors and of windows
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from command_line import CommandLine
 
-from nimblec.errors import CompileError
-from nimblec.frontend.pytorch.exported_program import load_exported
-from nimblec.frontend.pytorch.size_expression import check_expression
+from nimblec.base.errors import CompileError
+from nimblec.pytorch.exported_program import load_exported
+from nimblec.pytorch.size_expression import check_expression
 
 
 class Model(torch.nn.Module):

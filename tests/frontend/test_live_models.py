@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
+from nimblec.base.options import Options, read_options
+from nimblec.base.source import LiveModel, Source
 from nimblec.find_source import find_source
-from nimblec.frontend.pytorch import sources
-from nimblec.frontend.pytorch.handover import hand_over
-from nimblec.options import Options, read_options
-from nimblec.source import LiveModel, Source
+from nimblec.pytorch import sources
+from nimblec.pytorch.handover import hand_over
 from nimblert import executable
 
 REGISTRY: dict[str, float] = {}

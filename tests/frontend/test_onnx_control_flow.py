@@ -6,9 +6,9 @@ import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx import control
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.onnx_import import control
+from nimblec.onnx_import.importer import import_model
 
 BRANCHES = """
     y = If (c) <

@@ -8,10 +8,10 @@ import pytest
 from cpu_plans import floats, write_model
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from nimblec.errors import CompileError, UnsupportedModelError
-from nimblec.frontend.onnx import model_file, model_shapes
-from nimblec.frontend.onnx.model_file import ModelTensor
-from nimblec.options import InputSpec, NamedInput
+from nimblec.base.errors import CompileError, UnsupportedModelError
+from nimblec.base.options import InputSpec, NamedInput
+from nimblec.onnx_import import model_file, model_shapes
+from nimblec.onnx_import.model_file import ModelTensor
 from nimblert.plan import ITEM_NBYTES
 
 node = helper.make_node

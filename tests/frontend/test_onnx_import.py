@@ -9,10 +9,10 @@ import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend import recorder
-from nimblec.frontend.onnx import importer as frontend
-from nimblec.frontend.onnx.importer import OnnxInput, OnnxProgram, import_model
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.graph import recorder
+from nimblec.onnx_import import importer as frontend
+from nimblec.onnx_import.importer import OnnxInput, OnnxProgram, import_model
 
 OPSET = 21
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.onnx_import.importer import import_model
 
 RNG = np.random.default_rng(7)
 B, L, H, D = 2, 5, 4, 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 from exported_models import FAMILIES, export, optimized
 
-from nimblec.frontend.onnx import model_file
-from nimblec.frontend.onnx.importer import import_model
-from nimblec.frontend.pytorch.onnx_history import short_histories
-from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
+from nimblec.onnx_export.history import short_histories
+from nimblec.onnx_export.rules import rules_by_operator
+from nimblec.onnx_import import model_file
+from nimblec.onnx_import.importer import import_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from damaged_models import mutations
 
-from nimblec.frontend.onnx import model_file, model_shapes
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.onnx_import import model_file, model_shapes
+from nimblec.onnx_import.importer import import_model
 from nimblert.errors import NimbleError
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.onnx_import.importer import import_model
 
 STEPS, BATCH, SIZE, HIDDEN = 5, 3, 4, 6
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}

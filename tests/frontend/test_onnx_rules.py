@@ -10,7 +10,7 @@ import torch
 from onnxscript.rewriter import RewriteRule
 from torch import Tensor, nn
 
-from nimblec.frontend.pytorch.onnx_rules import rules_by_operator
+from nimblec.onnx_export.rules import rules_by_operator
 
 
 class Rewritten(nn.Module):

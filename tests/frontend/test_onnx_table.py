@@ -8,8 +8,8 @@ import pytest
 from onnx.defs import OpSchema
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from nimblec.frontend import onnx_ops  # noqa: F401 - fills the table
-from nimblec.frontend.onnx_ops.table import LATEST_OPSET, MICROSOFT, Operator, find, op, operators
+from nimblec import onnx_ops  # noqa: F401 - fills the table
+from nimblec.onnx_ops.table import LATEST_OPSET, MICROSOFT, Operator, find, op, operators
 
 OLDEST_OPSET = 7
 

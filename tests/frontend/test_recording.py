@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import nimblec
-from nimblec.errors import TraceError, UnsupportedModelError
-from nimblec.frontend.pytorch import aten_graph, flat
-from nimblec.frontend.pytorch.model import place
-from nimblec.frontend.pytorch.recording import record
+from nimblec.base.errors import TraceError, UnsupportedModelError
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.rewriter import fake
+from nimblec.pytorch import aten_graph, flat
+from nimblec.pytorch.model import place
+from nimblec.pytorch.recording import record
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.repeatable import refuse_differing
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.pytorch.repeatable import refuse_differing
 
 ONES = torch.ones(4)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from plans import cpu_plan, cuda_plan, large_plan
 from rich.console import Console
 
+from nimblec.base.places import Phase, Place, joined, places
 from nimblec.cli import layer_tables
 from nimblec.inspect import inspection
 from nimblec.inspect.layers import Share, at_depth, by_layer
-from nimblec.places import Phase, Place, joined, places
 from nimblert.plan import Op, Plan, Record, Wait
 
 FORWARD, BACKWARD, UPDATE = (phase.value for phase in Phase)

@@ -14,12 +14,12 @@ from plans import cpu_plan, cuda_plan, large_plan
 from programs import planned, with_program, work
 from rich.console import Console
 
+from nimblec.base.ir import Graph, Schedule
 from nimblec.cli.picture import picture
 from nimblec.inspect.dot import dot
 from nimblec.inspect.timeline import UNIT_NS, kind, timeline
 from nimblec.inspect.trace import chrome_trace
-from nimblec.ir import Graph, Schedule
-from nimblec.lower import lower
+from nimblec.plan.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.estimates import simulate
 from nimblec.schedule.memory import layout

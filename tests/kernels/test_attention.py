@@ -14,19 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from nimblec.graph.rewriter import Rewriter, is_call
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import LINEARS
-from nimblec.kernels.attention.op import attention
-from nimblec.kernels.attention.rewrite import ATTENTION_FAMILY, Request, requests, use_triton_attention
-from nimblec.kernels.attention.shapes import attention_shape
-from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.selector import FRAMEWORK
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.reductions.attention_op import attention
+from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY, Request, requests, use_triton_attention
+from nimblec.kernels.reductions.attention_shapes import attention_shape
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
+from nimblec.kernels.selector import FRAMEWORK
 from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nimblec.kernels.core.compiling import Job
-    from nimblec.kernels.core.selector import Selector
+    from nimblec.kernels.compiling import Job
+    from nimblec.kernels.selector import Selector
 
 COMPUTED = (*LINEARS, torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)
 TILING = AttentionTiling(block_m=16, block_n=32)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nimblec.kernels.attention.op import attended, attention
-from nimblec.kernels.attention.shapes import attention_shape
-from nimblec.kernels.attention.tilings import AttentionTiling, attention_candidates
-from nimblec.kernels.core.gpu import GPU
+from nimblec.kernels.gpu import GPU
+from nimblec.kernels.reductions.attention_op import attended, attention
+from nimblec.kernels.reductions.attention_shapes import attention_shape
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
 
 pytestmark = pytest.mark.gpu
 

@@ -4,15 +4,15 @@ import torch
 from families.bert import Bert
 from rewriting import counts, run
 
-from nimblec.frontend.pytorch.aten_graph import trace
-from nimblec.kernels.attention.rewrite import use_triton_attention
-from nimblec.kernels.attention.tilings import AttentionTiling
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.gemm.rewrite import use_triton_kernels
-from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.norm.rewrite import NORM
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.reductions.attention_rewrite import use_triton_attention
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling
+from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.optimize import optimize
-from nimblec.optimize.regions.partition import partition
+from nimblec.optimize.passes.partition import partition
+from nimblec.pytorch.aten_graph import trace
 
 LAYERS = 3
 

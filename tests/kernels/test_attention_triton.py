@@ -13,9 +13,9 @@ pytestmark = needs_triton
 INTERPRET = """
 import torch
 from triton.runtime import interpreter
-from nimblec.kernels.attention.op import attended, attention_launch
-from nimblec.kernels.attention.shapes import attention_shape
-from nimblec.kernels.attention.tilings import AttentionTiling
+from nimblec.kernels.reductions.attention_op import attended, attention_launch
+from nimblec.kernels.reductions.attention_shapes import attention_shape
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling
 
 # Triton 3.6 reads the bound of a loop from an array of one element, which NumPy no longer does.
 patch = interpreter._patch_lang_tensor
@@ -73,9 +73,9 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
 
 COMPILE = """
 import torch
-from nimblec.kernels.attention.op import attention
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.reductions.attention_op import attention
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.launch import launch_of
 def code(queries, keys, size, tiling, dtype="float16", mask=None, causal=False):
     def rows(count):
         of_all = torch.empty(1, count, 3, 12, size, dtype=getattr(torch, dtype), device="meta")

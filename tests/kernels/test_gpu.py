@@ -5,17 +5,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels.core.gpu import GPU, TRIGGERS
-from nimblec.kernels.core.reference import Prologue, finish
-from nimblec.kernels.core.shapes import Convolution, product
-from nimblec.kernels.core.timing import GraphTimer
-from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
-from nimblec.kernels.depthwise.tilings import depthwise_candidates
-from nimblec.kernels.gemm import op as ops
-from nimblec.kernels.gemm.op import Arithmetic
-from nimblec.kernels.gemm.packing import counters, pack_convolution, pack_linear
-from nimblec.kernels.gemm.tilings import Tiling, candidates
-from nimblec.kernels.norm.op import normalized
+from nimblec.kernels.gpu import GPU, TRIGGERS
+from nimblec.kernels.products import gemm_op as ops
+from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
+from nimblec.kernels.products.depthwise_tilings import depthwise_candidates
+from nimblec.kernels.products.gemm_op import Arithmetic
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.reductions.norm_op import normalized
+from nimblec.kernels.reference import Prologue, finish
+from nimblec.kernels.shapes import Convolution, product
+from nimblec.kernels.timing import GraphTimer
 
 pytestmark = pytest.mark.gpu
 

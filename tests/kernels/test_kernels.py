@@ -13,14 +13,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_process import run
 
-from nimblec.kernels.core.choosing import Choice, choose
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.images import channels_last, convolution_shape, laid_like
-from nimblec.kernels.core.shapes import Convolution, ceil_div, product
-from nimblec.kernels.depthwise.op import depthwise, pack_depthwise
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling, depthwise_candidates
-from nimblec.kernels.gemm import op as ops
-from nimblec.kernels.gemm.packing import (
+from nimblec.kernels.choosing import Choice, choose
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.images import channels_last, convolution_shape, laid_like
+from nimblec.kernels.products import gemm_op as ops
+from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.products.gemm_reference import as_multiplied
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, shared_budget
+from nimblec.kernels.products.packing import (
     counters,
     for_tensor_cores,
     pack_convolution,
@@ -28,8 +29,7 @@ from nimblec.kernels.gemm.packing import (
     pack_rows,
     unpack_rows,
 )
-from nimblec.kernels.gemm.reference import as_multiplied
-from nimblec.kernels.gemm.tilings import Tiling, candidates, shared_budget
+from nimblec.kernels.shapes import Convolution, ceil_div, product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,7 +194,7 @@ import sys
 sys.modules["triton"] = None  # cannot be imported
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from nimblec.kernels.gemm import op as ops
+from nimblec.kernels.products import gemm_op as ops
 with FakeTensorMode():
     x = torch.empty(2, 6, 9, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight = torch.empty(1, 4, 32, 16, dtype=torch.bfloat16)

@@ -16,19 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_process import needs_triton, run
 
-from nimblec.errors import CompileError
-from nimblec.kernels.attention.op import attention
-from nimblec.kernels.core import compiling
-from nimblec.kernels.core.call import Call, Made
-from nimblec.kernels.core.compiling import Job
-from nimblec.kernels.core.gpu import SM_90, TRIGGERS, Trigger
-from nimblec.kernels.core.launch import Launch, launch_of, ops
-from nimblec.kernels.depthwise.op import depthwise
-from nimblec.kernels.families import FAMILIES
-from nimblec.kernels.gemm.op import convolution, convolution_into, linear, linear_and_moments
-from nimblec.kernels.norm.op import add_layer_norm, layer_norm
-from nimblec.kernels.pool.op import mean2d, pool2d
-from nimblec.kernels.trained.op import (
+from nimblec.base.errors import CompileError
+from nimblec.kernels import compiling
+from nimblec.kernels.call import Call, Made
+from nimblec.kernels.compiling import Job
+from nimblec.kernels.gpu import SM_90, TRIGGERS, Trigger
+from nimblec.kernels.launch import Launch, launch_of, ops
+from nimblec.kernels.products.depthwise_op import depthwise
+from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear, linear_and_moments
+from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
     depthwise_image_gradient,
     depthwise_weight_gradient,
@@ -36,6 +32,10 @@ from nimblec.kernels.trained.op import (
     trained_convolution,
     weight_gradient,
 )
+from nimblec.kernels.reductions.attention_op import attention
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
+from nimblec.kernels.reductions.pool_op import mean2d, pool2d
+from nimblec.optimize.families import FAMILIES
 
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 """Triton's."""
@@ -171,7 +171,7 @@ def test_arguments_keep_their_places(count: int) -> None:
 
 COMPILED = """
 import inspect, json
-from nimblec.kernels.core.compiling import Job, compile_job, load_template
+from nimblec.kernels.compiling import Job, compile_job, load_template
 for name, described in json.loads(JOBS).items():
     job = Job(**described)
     taken = list(inspect.signature(load_template(job.template).fn).parameters)

@@ -12,23 +12,23 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.definitions import DEFINITIONS
-from nimblec.kernels.core.context import Clock, Contest, in_context
-from nimblec.kernels.core.gpu import SM_80, SM_90
-from nimblec.kernels.core.launch import ops
-from nimblec.kernels.core.selector import FRAMEWORK, Selector
-from nimblec.kernels.gemm.match import Request, requests
-from nimblec.kernels.gemm.rewrite import GEMM, tilings, use_triton_kernels
+from nimblec.kernels.context import Clock, Contest, in_context
+from nimblec.kernels.gpu import SM_80, SM_90
+from nimblec.kernels.launch import ops
+from nimblec.kernels.products.gemm_match import Request, requests
+from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
+from nimblec.kernels.selector import FRAMEWORK, Selector
 from nimblec.optimize import optimize
+from nimblec.pytorch.aten_graph import trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nimblec.kernels.core.call import Pool as PoolOfWeights
-    from nimblec.kernels.core.compiling import Job
-    from nimblec.kernels.core.selector import Family, Timed
-    from nimblec.kernels.gemm.rewrite import AnyTiling
+    from nimblec.kernels.call import Pool as PoolOfWeights
+    from nimblec.kernels.compiling import Job
+    from nimblec.kernels.products.gemm_rewrite import AnyTiling
+    from nimblec.kernels.selector import Family, Timed
 
 
 class Excited(nn.Module):

@@ -10,11 +10,11 @@ from rewriting import counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.norm.match import Request, requests
-from nimblec.kernels.norm.op import add_layer_norm, layer_norm
-from nimblec.kernels.norm.rewrite import NORM, use_triton_norms
-from nimblec.kernels.norm.tilings import Norm, NormTiling, norm_candidates
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.reductions.norm_match import Request, requests
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
+from nimblec.kernels.reductions.norm_rewrite import NORM, use_triton_norms
+from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling, norm_candidates
 from nimblec.optimize import optimize
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nimblec.kernels.core.gpu import GPU
-from nimblec.kernels.norm.op import add_layer_norm, layer_norm, norm_shape, normalized
-from nimblec.kernels.norm.tilings import norm_candidates
+from nimblec.kernels.gpu import GPU
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, norm_shape, normalized
+from nimblec.kernels.reductions.norm_tilings import norm_candidates
 
 pytestmark = pytest.mark.gpu
 

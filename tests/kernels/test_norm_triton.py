@@ -11,8 +11,8 @@ pytestmark = needs_triton
 
 INTERPRET = """
 import torch
-from nimblec.kernels.norm.op import norm_launch, norm_shape, normalized
-from nimblec.kernels.norm.tilings import NormTiling
+from nimblec.kernels.reductions.norm_op import norm_launch, norm_shape, normalized
+from nimblec.kernels.reductions.norm_tilings import NormTiling
 
 def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=False, shift=0.0, **dtypes):
     torch.manual_seed(0)
@@ -47,9 +47,9 @@ CASES = {  # the interpreter rounds bfloat16 towards zero: see test_kernels_norm
 
 COMPILE = """
 import torch
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.norm.op import add_layer_norm, layer_norm
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 for columns, tiling, residual in ((768, [1, 4], True), (1000, [2, 1], False)):
     x, weight = (torch.empty(shape, dtype=torch.float16, device="meta") for shape in ((128, columns), (columns,)))
     op, read = (add_layer_norm, (x, x)) if residual else (layer_norm, (x,))

@@ -9,13 +9,13 @@ from rewriting import counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.gemm.rewrite import use_triton_kernels
-from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.norm.folding import fold_norms_into_products
+from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.reductions.norm_folding import fold_norms_into_products
 from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
-    from nimblec.kernels.core.compiling import Job
+    from nimblec.kernels.compiling import Job
 
 WIDTH = 48
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)

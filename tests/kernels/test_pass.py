@@ -11,19 +11,19 @@ from rewriting import assert_same, counts, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import Rewriter, argument
 from nimblec.graph.state import scratch
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.selector import FRAMEWORK
-from nimblec.kernels.depthwise.op import depthwise
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling
-from nimblec.kernels.gemm.match import Request, requests
-from nimblec.kernels.gemm.op import convolution, linear
-from nimblec.kernels.gemm.rewrite import GEMM, tilings, use_triton_kernels
-from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.products.depthwise_op import depthwise
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
+from nimblec.kernels.products.gemm_match import Request, requests
+from nimblec.kernels.products.gemm_op import convolution, linear
+from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.selector import FRAMEWORK
 from nimblec.optimize import optimize
-from nimblec.optimize.layout.channels_last import propagate_channels_last
+from nimblec.optimize.passes.channels_last import propagate_channels_last
+from nimblec.pytorch.aten_graph import trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

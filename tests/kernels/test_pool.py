@@ -14,13 +14,13 @@ from torch.nn import functional
 from triton_process import interpret, interpreted, needs_triton
 from triton_process import run as run_process
 
-from nimblec.kernels.core.gpu import GPU, KNOWN, SM_90
-from nimblec.kernels.core.selector import FRAMEWORK
-from nimblec.kernels.pool.match import Request, requests
-from nimblec.kernels.pool.op import mean2d, pool2d, pooling_shape
-from nimblec.kernels.pool.rewrite import POOL, tilings, use_triton_pools
-from nimblec.kernels.pool.shapes import means_of
-from nimblec.kernels.pool.tilings import PoolTiling, mean_candidates, pool_candidates
+from nimblec.kernels.gpu import GPU, KNOWN, SM_90
+from nimblec.kernels.reductions.pool_match import Request, requests
+from nimblec.kernels.reductions.pool_op import mean2d, pool2d, pooling_shape
+from nimblec.kernels.reductions.pool_rewrite import POOL, tilings, use_triton_pools
+from nimblec.kernels.reductions.pool_shapes import means_of
+from nimblec.kernels.reductions.pool_tilings import PoolTiling, mean_candidates, pool_candidates
+from nimblec.kernels.selector import FRAMEWORK
 from nimblec.optimize import optimize
 
 TILING = PoolTiling(block_m=8, block_c=16, num_warps=2)
@@ -180,10 +180,10 @@ def test_tilings_fit_a_gpu(size: tuple[int, ...], gpu: GPU) -> None:
 INTERPRET = """
 import random, torch
 from torch.nn import functional
-from nimblec.kernels.core.launch import Launch
-from nimblec.kernels.pool.op import mean_launch, pool_launch, pooling_shape
-from nimblec.kernels.pool.shapes import lies_channels_last, means_of
-from nimblec.kernels.pool.tilings import PoolTiling
+from nimblec.kernels.launch import Launch
+from nimblec.kernels.reductions.pool_op import mean_launch, pool_launch, pooling_shape
+from nimblec.kernels.reductions.pool_shapes import lies_channels_last, means_of
+from nimblec.kernels.reductions.pool_tilings import PoolTiling
 
 def images(size, dtype, layout):
     x = torch.randn(size, dtype=torch.float32).to(dtype)
@@ -273,12 +273,12 @@ CASES = {  # none in bfloat16: the interpreter has no arithmetic of it
 
 COMPILE = """
 import torch
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.gpu import KNOWN
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.pool.op import mean2d, pool2d, pooling_shape
-from nimblec.kernels.pool.shapes import means_of
-from nimblec.kernels.pool.tilings import mean_candidates, pool_candidates
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.gpu import KNOWN
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.reductions.pool_op import mean2d, pool2d, pooling_shape
+from nimblec.kernels.reductions.pool_shapes import means_of
+from nimblec.kernels.reductions.pool_tilings import mean_candidates, pool_candidates
 
 for gpu in KNOWN:
     images = torch.empty(1, 64, 56, 56, dtype=torch.bfloat16, device="meta")

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from triton_process import BY_ARCHITECTURE, needs_triton, run
 
 import nimblec
-from nimblec.kernels.attention.shapes import attention_shape
-from nimblec.kernels.attention.tilings import attention_candidates, padded
-from nimblec.kernels.core.gpu import GPU, KNOWN, SM_80, SM_90, SM_120
-from nimblec.kernels.core.shapes import Convolution
-from nimblec.kernels.depthwise.tilings import depthwise_candidates
-from nimblec.kernels.gemm.tilings import candidates, shared_budget
-from nimblec.kernels.norm.tilings import Norm, norm_candidates
+from nimblec.kernels.gpu import GPU, KNOWN, SM_80, SM_90, SM_120
+from nimblec.kernels.products.depthwise_tilings import depthwise_candidates
+from nimblec.kernels.products.gemm_tilings import candidates, shared_budget
+from nimblec.kernels.reductions.attention_shapes import attention_shape
+from nimblec.kernels.reductions.attention_tilings import attention_candidates, padded
+from nimblec.kernels.reductions.norm_tilings import Norm, norm_candidates
+from nimblec.kernels.shapes import Convolution
 
 THREADS_PER_BLOCK = 1024
 GPUS = st.sampled_from(KNOWN)
@@ -96,20 +96,20 @@ def test_nothing_else_names_a_gpu() -> None:
 
 COMPILE = """
 import torch
-from nimblec.kernels.attention.op import attention
-from nimblec.kernels.attention.shapes import attention_shape
-from nimblec.kernels.attention.tilings import attention_candidates
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.gpu import KNOWN
-from nimblec.kernels.core.images import convolution_shape
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.core.shapes import product
-from nimblec.kernels.depthwise.op import depthwise
-from nimblec.kernels.depthwise.tilings import depthwise_candidates
-from nimblec.kernels.gemm.op import linear
-from nimblec.kernels.gemm.tilings import candidates
-from nimblec.kernels.norm.op import layer_norm, norm_shape
-from nimblec.kernels.norm.tilings import norm_candidates
+from nimblec.kernels.reductions.attention_op import attention
+from nimblec.kernels.reductions.attention_shapes import attention_shape
+from nimblec.kernels.reductions.attention_tilings import attention_candidates
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.gpu import KNOWN
+from nimblec.kernels.images import convolution_shape
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.shapes import product
+from nimblec.kernels.products.depthwise_op import depthwise
+from nimblec.kernels.products.depthwise_tilings import depthwise_candidates
+from nimblec.kernels.products.gemm_op import linear
+from nimblec.kernels.products.gemm_tilings import candidates
+from nimblec.kernels.reductions.norm_op import layer_norm, norm_shape
+from nimblec.kernels.reductions.norm_tilings import norm_candidates
 
 def empty(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")

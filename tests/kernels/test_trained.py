@@ -14,14 +14,12 @@ from torch import Tensor
 from triton_process import BY_ARCHITECTURE, interpret, needs_triton
 from triton_process import run as run_process
 
-from nimblec.kernels.core.compiling import compile_all
-from nimblec.kernels.core.gpu import GPU, KNOWN, SM_90
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.core.selector import FRAMEWORK
-from nimblec.kernels.core.shapes import Convolution
-from nimblec.kernels.gemm.packing import CUT_OFF
-from nimblec.kernels.trained.match import Request, requests
-from nimblec.kernels.trained.op import (
+from nimblec.kernels.compiling import compile_all
+from nimblec.kernels.gpu import GPU, KNOWN, SM_90
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products.packing import CUT_OFF
+from nimblec.kernels.products.trained_match import Request, requests
+from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
     depthwise_image_gradient,
     depthwise_weight_gradient,
@@ -29,8 +27,8 @@ from nimblec.kernels.trained.op import (
     trained_convolution,
     weight_gradient,
 )
-from nimblec.kernels.trained.rewrite import TRAINED, AnyTiling, tilings, use_trained_kernels
-from nimblec.kernels.trained.tilings import (
+from nimblec.kernels.products.trained_rewrite import TRAINED, AnyTiling, tilings, use_trained_kernels
+from nimblec.kernels.products.trained_tilings import (
     depthwise_forward_candidates,
     depthwise_image_candidates,
     depthwise_weight_candidates,
@@ -38,8 +36,10 @@ from nimblec.kernels.trained.tilings import (
     image_candidates,
     weight_candidates,
 )
-from nimblec.optimize.layout.channels_last import lay_float32_channels_last
-from nimblec.optimize.layout.gradients import split_gradients
+from nimblec.kernels.selector import FRAMEWORK
+from nimblec.kernels.shapes import Convolution
+from nimblec.optimize.passes.channels_last import lay_float32_channels_last
+from nimblec.optimize.passes.layout_gradients import split_gradients
 
 aten = torch.ops.aten
 TILING = [32, 32, 32, 1, 4, 2]
@@ -270,13 +270,13 @@ def test_tilings_fit_a_gpu(itemsize: int, gpu: GPU) -> None:
 INTERPRET = """
 import random
 import torch
-from nimblec.kernels.core.images import convolution_shape
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling
-from nimblec.kernels.gemm.tilings import Tiling
-from nimblec.kernels.trained.launches import (
+from nimblec.kernels.images import convolution_shape
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.products.trained_launches import (
     Cut, depthwise_images_launch, depthwise_weights_launch, images_launch, weights_launch
 )
-from nimblec.kernels.trained.tilings import DepthwiseSum
+from nimblec.kernels.products.trained_tilings import DepthwiseSum
 
 aten = torch.ops.aten
 
@@ -344,12 +344,12 @@ SEEDS = 40
 
 COMPILE = """
 import torch
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.gpu import KNOWN
-from nimblec.kernels.core.images import convolution_shape
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.trained.op import *
-from nimblec.kernels.trained.tilings import *
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.gpu import KNOWN
+from nimblec.kernels.images import convolution_shape
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products.trained_op import *
+from nimblec.kernels.products.trained_tilings import *
 
 def images(channels, dtype):
     return torch.empty(32, channels, 4, 4, dtype=dtype, device="meta").contiguous(memory_format=torch.channels_last)

@@ -14,15 +14,15 @@ pytestmark = needs_triton
 INTERPRET = """
 import torch
 from torch.nn import functional
-from nimblec.kernels.core.reference import Prologue, finish
-from nimblec.kernels.core.shapes import Convolution, product
-from nimblec.kernels.depthwise.op import depthwise_launch, pack_depthwise
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling
-from nimblec.kernels.gemm.op import convolution_launch
-from nimblec.kernels.norm.op import normalized
-from nimblec.kernels.gemm.packing import counters, pack_convolution, pack_linear
-from nimblec.kernels.gemm.reference import RowNorm, moments_of
-from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.reference import Prologue, finish
+from nimblec.kernels.shapes import Convolution, product
+from nimblec.kernels.products.depthwise_op import depthwise_launch, pack_depthwise
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
+from nimblec.kernels.products.gemm_op import convolution_launch
+from nimblec.kernels.reductions.norm_op import normalized
+from nimblec.kernels.products.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.products.gemm_reference import RowNorm, moments_of
+from nimblec.kernels.products.gemm_tilings import Tiling
 
 def prologue(channels, images, before, gate):
     if not before and not gate:
@@ -137,14 +137,14 @@ COMPILE = """
 import re
 import torch
 from dataclasses import replace
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.reference import Prologue
-from nimblec.kernels.core.shapes import Convolution, product
-from nimblec.kernels.depthwise.op import depthwise_launch
-from nimblec.kernels.depthwise.tilings import DepthwiseTiling
-from nimblec.kernels.gemm.op import convolution_launch
-from nimblec.kernels.gemm.reference import RowNorm
-from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.reference import Prologue
+from nimblec.kernels.shapes import Convolution, product
+from nimblec.kernels.products.depthwise_op import depthwise_launch
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
+from nimblec.kernels.products.gemm_op import convolution_launch
+from nimblec.kernels.products.gemm_reference import RowNorm
+from nimblec.kernels.products.gemm_tilings import Tiling
 
 def empty(dtype=torch.float16):
     return torch.empty(1, dtype=dtype, device="meta")
@@ -198,10 +198,10 @@ print(ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait") 
 
 COMPILE_ALL = """
 import torch
-from nimblec.kernels.core.compiling import compile_all
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.gemm.op import linear
-from nimblec.kernels.core.launch import launch_of
+from nimblec.kernels.compiling import compile_all
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.products.gemm_op import linear
+from nimblec.kernels.launch import launch_of
 def job(block_k):
     x, weight = (torch.empty(16, 64, dtype=torch.float16, device="meta") for _ in range(2))
     return launch_of(linear, x, weight, None, None, None, 16, "none", [16, 16, block_k, 1, 4, 3], "late").job
@@ -216,12 +216,12 @@ except Exception as error:
 POOLING = """
 import os
 import torch
-from nimblec.cuda.cubin.cut import cut
-from nimblec.kernels.core.compiling import compile_job
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.launch import launch_of
-from nimblec.kernels.pool import template
-from nimblec.kernels.pool.op import mean2d
+from nimblec.cuda.capture.cubin_cut import cut
+from nimblec.kernels.compiling import compile_job
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.reductions import pool_template as template
+from nimblec.kernels.reductions.pool_op import mean2d
 x = torch.empty(1, 64, 7, 7, dtype=torch.float16, device="meta")
 job = launch_of(mean2d, x, False, "none", [64, 1, 1], "late").job
 cubin = compile_job(job, architecture=SM_90.architecture).asm["cubin"]

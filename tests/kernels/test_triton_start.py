@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
-from nimblec.kernels.core.triton_start import choose_assembler
+from nimblec.kernels.triton_start import choose_assembler
 
 OWN = "/triton/bin/ptxas"
 

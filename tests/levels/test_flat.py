@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from nimblec.errors import TraceError
-from nimblec.frontend.pytorch.flat import flattened, written_storages
-from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Runs
+from nimblec.base.errors import TraceError
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.flat import flattened, written_storages
+from nimblec.pytorch.model import TorchModel, place
 
 
 class Nested(nn.Module):

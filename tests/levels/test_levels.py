@@ -12,19 +12,19 @@ import torch
 from torch import fx, nn
 
 from bench import model_zoo
-from nimblec.cache.timing_cache import TimingCache
-from nimblec.errors import CompileError, TraceError
-from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.kernels.core import timing
-from nimblec.kernels.core.gpu import GPU, SM_90
-from nimblec.kernels.core.selector import Family
-from nimblec.kernels.gemm.rewrite import GEMM
-from nimblec.levels import o2
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Recipe
-from nimblec.levels.variants import Variant, variants
+from nimblec.base.errors import CompileError, TraceError
+from nimblec.kernels import timing
+from nimblec.kernels.gpu import GPU, SM_90
+from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.selector import Family
+from nimblec.optimize import o2
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Phase, Pipeline, Report, Setting
+from nimblec.optimize.recipe import Recipe
 from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
+from nimblec.optimize.variants import Variant, variants
+from nimblec.plan.timing_cache import TimingCache
+from nimblec.pytorch.model import TorchModel, place
 
 
 class Looking(nn.Module):

@@ -11,35 +11,35 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from rewriting import counts, record
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.rewriter import Rewriter, bound, fake
 from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.launch import ops
-from nimblec.levels.o2 import KERNELS, NORMS, first
-from nimblec.optimize.canonical.attention_masks import canonicalize_masks
-from nimblec.optimize.canonical.copies import drop_copies
-from nimblec.optimize.canonical.folding import fill_empty, fold_constants
-from nimblec.optimize.canonical.gelu import recognize_gelu
-from nimblec.optimize.canonical.numbers import inline_numbers
-from nimblec.optimize.canonical.subexpressions import merge_equal_calls
-from nimblec.optimize.fuse.activations import fuse_activations
-from nimblec.optimize.fuse.attention import fuse_attention
-from nimblec.optimize.fuse.batch_norm import fold_batch_norm
-from nimblec.optimize.fuse.branches import join_branches
-from nimblec.optimize.fuse.convolutions import fuse_convolutions
-from nimblec.optimize.fuse.linears import join_linears
-from nimblec.optimize.fuse.pointwise import linear_convolutions
-from nimblec.optimize.fuse.shared_matrix import join_batches
-from nimblec.optimize.layout import aligned_weights
-from nimblec.optimize.layout.aligned_weights import align_weights
-from nimblec.optimize.layout.channels_last import lay_contiguous, lay_float32_channels_last, propagate_channels_last
-from nimblec.optimize.layout.transposed import block_transposed_convolutions
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.launch import ops
+from nimblec.optimize.o2 import KERNELS, NORMS, first
+from nimblec.optimize.passes import aligned_weights
+from nimblec.optimize.passes.activations import fuse_activations
+from nimblec.optimize.passes.aligned_weights import align_weights
+from nimblec.optimize.passes.attention import fuse_attention
+from nimblec.optimize.passes.attention_masks import canonicalize_masks
+from nimblec.optimize.passes.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.branches import join_branches
+from nimblec.optimize.passes.cast import cast
+from nimblec.optimize.passes.channels_last import lay_contiguous, lay_float32_channels_last, propagate_channels_last
+from nimblec.optimize.passes.convolutions import fuse_convolutions
+from nimblec.optimize.passes.copies import drop_copies
+from nimblec.optimize.passes.folding import fill_empty, fold_constants
+from nimblec.optimize.passes.gelu import recognize_gelu
+from nimblec.optimize.passes.linears import join_linears
+from nimblec.optimize.passes.numbers import inline_numbers
+from nimblec.optimize.passes.pointwise import linear_convolutions
+from nimblec.optimize.passes.shared_matrix import join_batches
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.optimize.passes.transposed import block_transposed_convolutions
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting, Step, calls, check_order
-from nimblec.optimize.precision.cast import cast
 from nimblec.optimize.rewrites import REWRITES
+from nimblec.pytorch.aten_graph import trace
 
 Rewrite = Callable[..., object]
 

@@ -6,7 +6,7 @@ import pytest
 from delays import CUBIN, with_delays, with_delays_before
 from plans import cuda_plan, large_plan
 
-from nimblec.cuda.cubin.reading import entry_symbols
+from nimblec.cuda.capture.cubin_reading import entry_symbols
 from nimblert.check import verify
 from nimblert.check.hazards import hazards
 from nimblert.plan import Command, Launch, Plan, Record, Wait

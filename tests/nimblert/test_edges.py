@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import planned
 
-from nimblec.ir import Graph
-from nimblec.lower import lower
+from nimblec.base.ir import Graph
+from nimblec.plan.lower import lower
 from nimblec.schedule.dag import scheduled_ancestors, task_set
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout

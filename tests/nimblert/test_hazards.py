@@ -9,8 +9,8 @@ from graphs import dataflow, graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblec.ir import Graph
-from nimblec.lower import lower
+from nimblec.base.ir import Graph
+from nimblec.plan.lower import lower
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial

@@ -27,7 +27,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 import nimblert
 from fuzz import wrapped
 from nimblec import cli
-from nimblec.errors import UnsupportedModelError
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.plan import encoder
 from nimblert.check import onnx_trust, verify
 from nimblert.check.onnx_model import Attribute

@@ -17,7 +17,7 @@ from plans import cpu_plan
 
 import nimblert
 from nimblec.plan import encoder
-from nimblec.refit.programs import refits_in_place
+from nimblec.plan.refit_programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, Executable, ExecutablePool, InputError, load_pool
 from nimblert.check.state_rules import keeps_state
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 from plans import cuda_plan
 
-from nimblec.cuda.cubin.reading import entry_symbols
+from nimblec.cuda.capture.cubin_reading import entry_symbols
+from nimblec.inspect import verification
+from nimblec.inspect.verification import Result
 from nimblec.plan import encoder
-from nimblec.verify import verification
-from nimblec.verify.verification import Result
 from nimblert import golden
 from nimblert.check import hazards, verify
 from nimblert.check.reading import read_plan

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from nimblec.graph.simplify import simplify
-from nimblec.optimize.canonical.attention_masks import ALIGNMENT, canonicalize_masks
-from nimblec.optimize.canonical.folding import fold_constants
-from nimblec.optimize.canonical.subexpressions import merge_equal_calls
-from nimblec.optimize.fuse.attention import fuse_attention
+from nimblec.optimize.passes.attention import fuse_attention
+from nimblec.optimize.passes.attention_masks import ALIGNMENT, canonicalize_masks
+from nimblec.optimize.passes.folding import fold_constants
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
 
 BATCH, HEADS, TOKENS, SIZE = 2, 3, 5, 8
 FUSED = "scaled_dot_product_attention"

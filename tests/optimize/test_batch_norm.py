@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 
-from nimblec.optimize.canonical.folding import fold_constants
-from nimblec.optimize.fuse.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.folding import fold_constants
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.optimize.fuse.batch_norm import fold_batch_norm
-from nimblec.optimize.fuse.branches import join_branches
+from nimblec.optimize.passes.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.branches import join_branches
 
 aten = torch.ops.aten
 IMAGES = torch.randn(2, 8, 9, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -8,10 +8,10 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize
-from nimblec.optimize.canonical.copies import drop_copies
+from nimblec.optimize.passes.copies import drop_copies
+from nimblec.pytorch.aten_graph import trace
 
 X = torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 
-from nimblec.optimize.fuse.convolutions import fuse_convolutions
+from nimblec.optimize.passes.convolutions import fuse_convolutions
 
 X = torch.randn(2, 4, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 

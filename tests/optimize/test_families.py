@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, export
 from rewriting import assert_same, check, counts, family, run
 
-from nimblec.frontend.onnx.importer import import_model
+from nimblec.onnx_import.importer import import_model
 from nimblec.optimize import optimize
 
 

@@ -8,12 +8,12 @@ import torch
 from rewriting import assert_same, counts, record, rewritten
 from torch import fx, nn
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.outputs import separate_outputs
 from nimblec.graph.simplify import simplify
 from nimblec.optimize import optimize
-from nimblec.optimize.canonical.folding import GROWTH, fill_empty, fold_constants
-from nimblec.optimize.canonical.subexpressions import merge_equal_calls
+from nimblec.optimize.passes.folding import GROWTH, fill_empty, fold_constants
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.pytorch.aten_graph import trace
 
 aten = torch.ops.aten
 Call = Callable[..., fx.Node]

@@ -9,8 +9,8 @@ from families import FAMILIES
 from rewriting import DenseNet, counts, randomize
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import fake
+from nimblec.pytorch.aten_graph import trace
 
 pytestmark = pytest.mark.gpu
 

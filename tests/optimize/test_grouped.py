@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from nimblec.graph.rewriter import bound, fake, is_call
 from nimblec.optimize import optimize
-from nimblec.optimize.layout.groups import lay_groups_contiguous
+from nimblec.optimize.passes.layout_groups import lay_groups_contiguous
 
 HALF, FLOAT = torch.float16, torch.float32
 CHANNELS_LAST = torch.channels_last

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import fake
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, CONVOLUTIONS
 from nimblec.optimize import optimize
-from nimblec.optimize.layout.channels_last import CONTIGUOUS, lay_contiguous, propagate_channels_last
+from nimblec.optimize.passes.channels_last import CONTIGUOUS, lay_contiguous, propagate_channels_last
 
 X = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).half()
 FLOAT = frozenset({torch.float32})

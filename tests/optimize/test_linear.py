@@ -10,12 +10,12 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 
 from nimblec.optimize import optimize
-from nimblec.optimize.canonical.folding import fold_constants
-from nimblec.optimize.canonical.gelu import recognize_gelu
-from nimblec.optimize.fuse.activations import fuse_activations
-from nimblec.optimize.fuse.linears import join_linears
-from nimblec.optimize.layout import aligned_weights
-from nimblec.optimize.layout.aligned_weights import align_weights
+from nimblec.optimize.passes import aligned_weights
+from nimblec.optimize.passes.activations import fuse_activations
+from nimblec.optimize.passes.aligned_weights import align_weights
+from nimblec.optimize.passes.folding import fold_constants
+from nimblec.optimize.passes.gelu import recognize_gelu
+from nimblec.optimize.passes.linears import join_linears
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 8, generator=GENERATOR)

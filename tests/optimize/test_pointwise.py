@@ -7,9 +7,9 @@ import torch
 from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor
 
-from nimblec.optimize.canonical.numbers import inline_numbers
-from nimblec.optimize.fuse.activations import fuse_activations
-from nimblec.optimize.fuse.pointwise import linear_convolutions
+from nimblec.optimize.passes.activations import fuse_activations
+from nimblec.optimize.passes.numbers import inline_numbers
+from nimblec.optimize.passes.pointwise import linear_convolutions
 
 X = torch.randn(2, 6, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 WEIGHT = torch.randn(8, 6, 1, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rewriting import check, counts, eager, family, randomize, record, rewritten, run
 from torch import Tensor, fx, nn
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.onnx.importer import import_model
-from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.onnx_import.importer import import_model
 from nimblec.optimize import optimize
-from nimblec.optimize.precision.cast import cast
+from nimblec.optimize.passes.cast import cast
+from nimblec.pytorch.aten_graph import trace
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ from rewriting import assert_same, check, record, rewritten
 from torch import Tensor, fx
 
 from nimblec.optimize import optimize
-from nimblec.optimize.fuse.convolutions import fuse_convolutions
-from nimblec.optimize.layout.channels_last import propagate_channels_last
-from nimblec.optimize.regions.biases import free_biases
-from nimblec.optimize.regions.partition import extract, partition, replace
+from nimblec.optimize.passes.biases import free_biases
+from nimblec.optimize.passes.channels_last import propagate_channels_last
+from nimblec.optimize.passes.convolutions import fuse_convolutions
+from nimblec.optimize.passes.partition import extract, partition, replace
 
 CHANNELS = 4
 X = torch.randn(2, CHANNELS, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -7,11 +7,11 @@ import torch
 from rewriting import assert_same, check, counts
 from torch import Tensor, nn
 
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch import aten_graph
-from nimblec.frontend.pytorch.aten_graph import trace
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.rewriter import bound, fake
 from nimblec.optimize import optimize
+from nimblec.pytorch import aten_graph
+from nimblec.pytorch.aten_graph import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 

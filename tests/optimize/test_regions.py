@@ -20,11 +20,11 @@ from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
 from nimblec.graph.rewriter import Rewriter
 from nimblec.graph.views import is_view
 from nimblec.optimize import compile_regions, optimize
-from nimblec.optimize.layout.channels_last import propagate_channels_last
-from nimblec.optimize.regions import inductor
-from nimblec.optimize.regions.biases import free_biases
-from nimblec.optimize.regions.inductor import signature
-from nimblec.optimize.regions.partition import Extract, Region, extract, partition, replace
+from nimblec.optimize.passes import inductor
+from nimblec.optimize.passes.biases import free_biases
+from nimblec.optimize.passes.channels_last import propagate_channels_last
+from nimblec.optimize.passes.inductor import signature
+from nimblec.optimize.passes.partition import Extract, Region, extract, partition, replace
 
 
 def _as_calls(module: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModule:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rewriting import assert_same, check, counts, record, rewritten
 from torch import Tensor, fx, nn
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.views import is_view
-from nimblec.kernels.gemm.match import requests
+from nimblec.kernels.products.gemm_match import requests
 from nimblec.optimize import optimize
-from nimblec.optimize.fuse.shared_matrix import join_batches
+from nimblec.optimize.passes.shared_matrix import join_batches
+from nimblec.pytorch.aten_graph import trace
 
 HALF = (torch.float16, torch.bfloat16)
 

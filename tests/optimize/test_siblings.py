@@ -8,12 +8,12 @@ from rewriting import assert_same, counts, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
-from nimblec.kernels.gemm.match import requests
-from nimblec.kernels.gemm.rewrite import use_triton_kernels
-from nimblec.kernels.gemm.siblings import join_siblings
-from nimblec.kernels.gemm.tilings import Tiling
+from nimblec.kernels.products.gemm_match import requests
+from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.products.siblings import join_siblings
 from nimblec.optimize import optimize
-from nimblec.optimize.layout.channels_last import propagate_channels_last
+from nimblec.optimize.passes.channels_last import propagate_channels_last
 
 TILING = Tiling(block_m=16, block_n=16, block_k=32)
 

@@ -8,13 +8,13 @@ from rewriting import rewritten
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.simplify import simplify
-from nimblec.optimize.canonical.gelu import recognize_gelu
-from nimblec.optimize.canonical.subexpressions import merge_equal_calls
-from nimblec.optimize.fuse.batch_norm import fold_batch_norm
-from nimblec.optimize.regions.inductor import ops
-from nimblec.optimize.regions.partition import extract, partition, replace
+from nimblec.optimize.passes.batch_norm import fold_batch_norm
+from nimblec.optimize.passes.gelu import recognize_gelu
+from nimblec.optimize.passes.inductor import ops
+from nimblec.optimize.passes.partition import extract, partition, replace
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.pytorch.aten_graph import trace
 
 Pass = Callable[[fx.GraphModule], None]
 

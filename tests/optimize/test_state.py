@@ -13,15 +13,15 @@ from rewriting import counts
 from torch import Tensor, fx, nn
 
 import nimblec
-from nimblec.frontend.pytorch.flat import flattened
-from nimblec.frontend.pytorch.model import TorchModel, place
-from nimblec.frontend.pytorch.training import entries
-from nimblec.frontend.pytorch.training.step import trace
 from nimblec.graph.state import slots
-from nimblec.levels.o0 import CAST
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Runs
+from nimblec.optimize.o0 import CAST
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.flat import flattened
+from nimblec.pytorch.model import TorchModel, place
+from nimblec.training import entries
+from nimblec.training.step import trace
 
 STEPS = 40
 

@@ -10,11 +10,11 @@ from rewriting import check, with_triton_kernels
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nimblec.errors import CompileError
-from nimblec.frontend.pytorch.flat import flattened
-from nimblec.frontend.pytorch.model import place
+from nimblec.base.errors import CompileError
 from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize
+from nimblec.pytorch.flat import flattened
+from nimblec.pytorch.model import place
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torch's own, of what it will remove
 

@@ -12,13 +12,13 @@ from rewriting import assert_same, check, counts, randomize, record, rewritten
 from torch import Tensor, fx, nn
 
 from bench.models import unet
-from nimblec.frontend.pytorch.aten_graph import trace
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view
-from nimblec.kernels.gemm.match import requests
+from nimblec.kernels.products.gemm_match import requests
 from nimblec.optimize import optimize
-from nimblec.optimize.layout.transposed import block_transposed_convolutions
-from nimblec.optimize.regions.partition import extract, partition, replace
+from nimblec.optimize.passes.partition import extract, partition, replace
+from nimblec.optimize.passes.transposed import block_transposed_convolutions
+from nimblec.pytorch.aten_graph import trace
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -12,8 +12,8 @@ from subprocesses import ROOT, python
 import nimblec
 import nimblert
 from bench import readme_tables
-from nimblec.cache.plan_cache import LIMIT_NBYTES
 from nimblec.cli import cli
+from nimblec.plan.plan_cache import LIMIT_NBYTES
 
 DOCUMENT = ROOT / "docs" / "how-it-works.md"
 RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"

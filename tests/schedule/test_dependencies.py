@@ -6,7 +6,7 @@ from examples import examples
 from graphs import access, dataflow, entangled_graphs, graph, graphs, kernel, temporaries
 from hypothesis import given
 
-from nimblec.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Reference, Task
 from nimblec.schedule.dag import Dag, ancestors, descendants, members, transitive_reduction
 from nimblec.schedule.dependencies import (
     close_gaps,

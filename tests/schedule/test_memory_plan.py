@@ -7,7 +7,7 @@ from graphs import access, dataflow, graph, graphs, kernel, schedules, temporari
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Reference, Schedule, TensorView
+from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Reference, Schedule, TensorView
 from nimblec.schedule.bound import arena_lower_bound
 from nimblec.schedule.dag import scheduled_ancestors
 from nimblec.schedule.dependencies import dependencies, rename_workspaces

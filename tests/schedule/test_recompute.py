@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from graphs import access, graph, kernel, schedules, temporaries
 
-from nimblec.ir import Buffer, BufferKind, Graph, KernelWork, Reference, Task, TensorView
+from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Reference, Task, TensorView
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.recompute import _Analysis, recomputed
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_schedule
 
-from nimblec.ir import Graph, Schedule
+from nimblec.base.ir import Graph, Schedule
 from nimblec.schedule.check import problems
 from nimblec.schedule.dag import Dag, ancestors, scheduled_ancestors, transitive_reduction
 from nimblec.schedule.dependencies import dependencies

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.options import Precision
+from nimblec.base.options import Precision
+from nimblec.pytorch.model import set_arithmetic
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from training_steps import deterministic
 
 import nimblec
-from nimblec.frontend.pytorch.model import set_arithmetic
-from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
+from nimblec.pytorch.model import set_arithmetic
+from nimblec.training.scaler import SCALE, TRACKER
 
 Entries = Mapping[str, tuple[Any, ...]]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nimblec.kernels.core.compiling import Job
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.kernels.core.selector import Family, Selector
+from nimblec.kernels.compiling import Job
+from nimblec.kernels.gpu import SM_90
+from nimblec.kernels.selector import Family, Selector
 
 
 class Pool:

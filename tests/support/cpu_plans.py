@@ -11,10 +11,10 @@ import onnx
 import onnxruntime
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
+from nimblec.base.options import InputSpec
 from nimblec.cpu.capture import capture
-from nimblec.lower import lower, state, weights
-from nimblec.options import InputSpec
 from nimblec.plan import encoder
+from nimblec.plan.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial

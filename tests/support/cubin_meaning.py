@@ -1,6 +1,6 @@
 """The contents of a cubin with names in place of indices and offsets: a simple reader to check `cut` against.
 
-It shares no code with ``nimblec.cuda.cubin``.
+It shares no code with ``nimblec.cuda.capture``.
 """
 
 import struct

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from nimblec.cache.timing_cache import TimingCache
+from nimblec.base.processes import module_command
 from nimblec.cuda import compile as compiling
 from nimblec.cuda import worker
-from nimblec.frontend.pytorch.flat import device_of
-from nimblec.levels import variants
-from nimblec.levels.recipe import Runs
-from nimblec.levels.variants import Variant
+from nimblec.optimize import variants
 from nimblec.optimize.pipeline import Setting
-from nimblec.processes import module_command
+from nimblec.optimize.recipe import Runs
+from nimblec.optimize.variants import Variant
+from nimblec.plan.timing_cache import TimingCache
+from nimblec.pytorch.flat import device_of
 
 if TYPE_CHECKING:
     import pytest
     import torch
 
-    from nimblec.frontend.pytorch.model import TorchModel
     from nimblec.optimize.pipeline import Report
+    from nimblec.pytorch.model import TorchModel
 
 
 class DrawnTimes(TimingCache):
@@ -52,7 +52,7 @@ def begin(patched: "pytest.MonkeyPatch", process: str = "drawn_times") -> None:
 def _most_kernels(
     model: "TorchModel", dtype: "torch.dtype | None", times: TimingCache, report: "Report | None"
 ) -> Iterator[Variant]:
-    from nimblec.levels import o2  # brings in the kernels
+    from nimblec.optimize import o2  # brings in the kernels
 
     runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times)), report)
     yield Variant(name=o2.TRITON_NORMS.name, make=partial(runs, *o2.TRITON_NORMS.pipelines))

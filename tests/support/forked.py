@@ -14,10 +14,10 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
-KERNELS = "nimblec.kernels.families"
+KERNELS = "nimblec.optimize.families"
 """torch and the kernels' ops, without Triton, which reads at its import whether to interpret."""
 COMPILER = (
-    "nimblec.compiler,nimblec.cpu.compile,nimblec.frontend.pytorch.sources,nimblec.frontend.pytorch.onnx_export,"
+    "nimblec.compiler,nimblec.cpu.compile,nimblec.pytorch.sources,nimblec.onnx_export.export,"
     "functorch.compile,networkx,onnxruntime"
 )
 """What a compilation of a module for the CPU imports."""

@@ -67,8 +67,8 @@ class GpuCompiler:
 
 
 def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
+    from nimblec.base.options import Options
     from nimblec.compiler import compile_model
-    from nimblec.options import Options
 
     options = Options(target="cuda", streams=streams, level=level)
     return compile_model(model, options=options, output=output, observer=lambda _stage, _seconds: None).plan

@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import strategies as st
 from random_schedules import random_schedule
 
-from nimblec.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task, TensorView
+from nimblec.base.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task, TensorView
 from nimblec.schedule.dag import Dag
 from nimblec.schedule.streams import critical_path, limited, maximal, serial
 

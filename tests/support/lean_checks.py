@@ -1,6 +1,6 @@
 """Processes that replay new plans, forked from one that has imported its modules and no framework.
 
-A process of `nimblec.lean.LeanProcess` first imports NumPy and ONNX Runtime, which takes longer than compiling most
+A process of `nimblec.plan.lean.LeanProcess` first imports NumPy and ONNX Runtime: longer than compiling most
 models of the tests.
 """
 
@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 
+from nimblec.base.processes import environment
 from nimblec.cpu import compile as compiler
-from nimblec.lean import LeanProcess
-from nimblec.processes import environment
+from nimblec.plan.lean import LeanProcess
 from nimblert.plan import Target
 
 _SERVER = """

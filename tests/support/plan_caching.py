@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from nimblec.cache.plan_cache import compile_once
-from nimblec.options import Options
-from nimblec.source import Source
-from nimblec.stages import Observer
+from nimblec.base.options import Options
+from nimblec.base.source import Source
+from nimblec.base.stages import Observer
+from nimblec.plan.plan_cache import compile_once
 from nimblert.plan import Target
 
 KEY = "0123456789abcdef" * 4

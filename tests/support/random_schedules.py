@@ -2,7 +2,7 @@
 
 import random
 
-from nimblec.ir import Schedule
+from nimblec.base.ir import Schedule
 from nimblec.schedule.dag import Dag
 from nimblec.schedule.streams import arrange
 

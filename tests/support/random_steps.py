@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training_steps import OPTIMIZERS, deterministic
 
 import nimblec
-from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.pytorch.model import set_arithmetic
 
 Entries = Mapping[str, tuple[Any, ...]]
 SEED = 0x1234_5678_9ABC

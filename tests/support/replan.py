@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nimblec.ir import (
+from nimblec.base.ir import (
     Access,
     Buffer,
     BufferKind,
@@ -18,7 +18,7 @@ from nimblec.ir import (
     TensorView,
     Work,
 )
-from nimblec.lower import lower
+from nimblec.plan.lower import lower
 from nimblert import plan as p
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait
 

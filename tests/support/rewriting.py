@@ -10,13 +10,13 @@ from families import bert, inception, mobilenet, resnet, unet
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from nimblec.frontend.pytorch.aten_graph import trace
-from nimblec.frontend.recorder import Recorder
 from nimblec.graph.definitions import Interpreter
+from nimblec.graph.recorder import Recorder
 from nimblec.graph.rewriter import Rewriter, copied
-from nimblec.kernels.core.gpu import SM_90
-from nimblec.levels.o2 import KERNELS, NORMS, first
+from nimblec.kernels.gpu import SM_90
+from nimblec.optimize.o2 import KERNELS, NORMS, first
 from nimblec.optimize.pipeline import Setting
+from nimblec.pytorch.aten_graph import trace
 
 
 def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
-from nimblec.frontend.pytorch.model import set_arithmetic
+from nimblec.pytorch.model import set_arithmetic
 
 Entries = Mapping[str, tuple[Any, ...]]
 BATCH = 8

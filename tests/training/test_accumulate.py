@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import nimblec
 import nimblert
-from nimblec.frontend.pytorch.training.random import Draws
+from nimblec.training.random import Draws
 from nimblert import Executable
 
 CALLS, CLIP = 3, 0.2

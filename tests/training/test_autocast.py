@@ -14,16 +14,16 @@ from autocast_steps import HUGE, Eager, batch, loss, without_norms
 from torch import nn
 
 import nimblec
-from nimblec.errors import ArgumentError, UnsupportedModelError
+from nimblec.base.errors import ArgumentError, UnsupportedModelError
+from nimblec.base.options import Options
 from nimblec.find_source import find_source
-from nimblec.frontend.pytorch.flat import written_storages
-from nimblec.frontend.pytorch.handover import hand_over
-from nimblec.frontend.pytorch.model import place
-from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER, initial_scaler, unscale, update_scale
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Runs
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Setting
-from nimblec.options import Options
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.flat import written_storages
+from nimblec.pytorch.handover import hand_over
+from nimblec.pytorch.model import place
+from nimblec.training.scaler import SCALE, TRACKER, initial_scaler, unscale, update_scale
 
 KINDS = ("bf16", "fp16")
 

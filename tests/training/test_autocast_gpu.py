@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 import nimblec
 import nimblert
-from nimblec.frontend.pytorch.training.scaler import SCALE, TRACKER
+from nimblec.training.scaler import SCALE, TRACKER
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

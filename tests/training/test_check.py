@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.training import check
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.training import check
 
 Change = Callable[[int, Tensor], Tensor]
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import nimblec
 import nimblert
-from nimblec.errors import UnsupportedModelError
-from nimblec.frontend.pytorch.flat import flattened
-from nimblec.frontend.pytorch.model import place
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.state import slots
+from nimblec.pytorch.flat import flattened
+from nimblec.pytorch.model import place
 
 STEPS = 4
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import nimblec
 import nimblert
-from nimblec.frontend.pytorch.training.backward import decompositions
-from nimblec.frontend.pytorch.training.functions import OtherFunctions
+from nimblec.training.backward import decompositions
+from nimblec.training.functions import OtherFunctions
 
 Function = Callable[[Tensor], Tensor]
 

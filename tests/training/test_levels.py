@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
-from nimblec.frontend.pytorch.flat import written_storages
-from nimblec.frontend.pytorch.model import place
-from nimblec.frontend.pytorch.training.random import Draws
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Runs
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.flat import written_storages
+from nimblec.pytorch.model import place
+from nimblec.training.random import Draws
 
 loss = nn.functional.cross_entropy
 STEPS = 4

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import nimblec
-from nimblec.errors import ArgumentError, UnsupportedModelError
-from nimblec.frontend.pytorch.tensors import as_array, as_tensor
+from nimblec.base.errors import ArgumentError, UnsupportedModelError
+from nimblec.pytorch.tensors import as_array, as_tensor
 
 loss = nn.functional.cross_entropy
 

@@ -9,8 +9,8 @@ import training_steps
 
 import nimblec
 import nimblert
+from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.options import Options
 from nimblert.plan import Launch, Plan, Program
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nimblec
 import nimblert
-from nimblec.errors import CompileError
-from nimblec.frontend.pytorch.training.random import Draws, philox
+from nimblec.base.errors import CompileError
+from nimblec.training.random import Draws, philox
 
 MANY = 1 << 18
 WORD = (1 << 32) - 1

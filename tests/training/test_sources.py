@@ -12,14 +12,14 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nimblec
-from nimblec.frontend.pytorch.fx_graph import run_nodes
-from nimblec.frontend.pytorch.model import place
-from nimblec.frontend.pytorch.source_tracker import SourceTracker
+from nimblec.base.places import Phase, places
 from nimblec.inspect.layers import by_layer
-from nimblec.levels.o1 import FUSED_REGIONS
-from nimblec.levels.recipe import Runs
+from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Setting
-from nimblec.places import Phase, places
+from nimblec.optimize.recipe import Runs
+from nimblec.pytorch.fx_graph import run_nodes
+from nimblec.pytorch.model import place
+from nimblec.pytorch.source_tracker import SourceTracker
 from nimblert.check.reading import read_plan
 from nimblert.plan import Record, Wait
 from samples.training_step import digits
@@ -100,7 +100,7 @@ def test_a_model_that_is_not_trained_has_no_phases() -> None:
 def traced_sources(graph: torch.fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
-            yield node.meta["custom"]["nimblec.source"] if "custom" in node.meta else ""
+            yield node.meta["custom"]["nimblec.base.source"] if "custom" in node.meta else ""
 
 
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"clip_norm": 1.0}])
@@ -111,13 +111,13 @@ def test_calls_of_the_update_are_of_the_layer_whose_parameters_they_write(how: d
     for layer in PARTS:
         assert found[layer] == {FORWARD, BACKWARD, UPDATE}, layer
     assert found["loss"] == {FORWARD, BACKWARD}
-    written = {node.name: node.meta["custom"]["nimblec.source"] for node in graph.find_nodes(
+    written = {node.name: node.meta["custom"]["nimblec.base.source"] for node in graph.find_nodes(
         op="call_function", target=torch.ops.aten.addcdiv_.default)}  # fmt: skip
     assert len(written) == len(list(network().parameters()))
     assert {*written.values()} == {f"update of {layer}" for layer in PARTS}
     if "clip_norm" in how:
         (norm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.stack.default)
-        assert norm.meta["custom"]["nimblec.source"] == UPDATE  # of all layers
+        assert norm.meta["custom"]["nimblec.base.source"] == UPDATE  # of all layers
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch 2.11

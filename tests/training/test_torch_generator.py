@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nimblec
 from nimblec.cuda.load import let_torch_draw
-from nimblec.frontend.pytorch import generator as generators
-from nimblec.frontend.pytorch.generator import MARK
-from nimblec.frontend.pytorch.model import TorchModel
-from nimblec.frontend.pytorch.state import Writing, generator_of, settable_storages
+from nimblec.pytorch import generator as generators
+from nimblec.pytorch.generator import MARK
+from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.state import Writing, generator_of, settable_storages
 
 SEED = (1 << 63) + 17
 """Which is no int64."""

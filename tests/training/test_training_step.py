@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nimblec
 import nimblert
-from nimblec.errors import ArgumentError, TraceError, UnsupportedModelError
-from nimblec.frontend.pytorch.training.functions import OtherFunctions
+from nimblec.base.errors import ArgumentError, TraceError, UnsupportedModelError
+from nimblec.training.functions import OtherFunctions
 from nimblert import Executable
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

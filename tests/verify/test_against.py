@@ -14,11 +14,11 @@ from cpu_plans import floats, plan_file, write_model
 from onnx import TensorProto, helper
 
 import nimblec
+from nimblec.base.difference import difference, same_numbers
 from nimblec.cpu.reference import read_nodes, run_values
-from nimblec.difference import difference, same_numbers
-from nimblec.frontend.onnx import model_file, model_nodes
+from nimblec.inspect.node_values import compare_nodes
+from nimblec.onnx_import import model_file, model_nodes
 from nimblec.plan import encoder
-from nimblec.verify.node_values import compare_nodes
 from nimblert import executable, golden
 from nimblert.check.reading import read_plan
 from nimblert.plan import Plan, Target

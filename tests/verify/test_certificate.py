@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import at, planned, with_program, work
 
-from nimblec.ir import Graph, Schedule
-from nimblec.lower import lower
+from nimblec.base.ir import Graph, Schedule
+from nimblec.inspect.certificate import problems
+from nimblec.plan.lower import lower
 from nimblec.schedule.dag import Dag
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, maximal
-from nimblec.verify.certificate import problems
 from nimblert.plan import (
     Candidate,
     Program,

@@ -1,0 +1,1 @@
+"""What every part of the compiler shares: options, errors, the IR, sources of models."""

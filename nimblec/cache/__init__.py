@@ -1,1 +1,0 @@
-"""The caches that outlive a compilation: plans of model files, and measured times."""

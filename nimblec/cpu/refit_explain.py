@@ -1,0 +1,239 @@
+"""Recipes for the constants of an optimised model that depend on its weights.
+
+The model was optimised with weights that are all different. So if a recipe computes a constant from them bit for bit,
+it describes that constant, whatever the optimiser did to make it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from math import prod
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto
+
+from nimblec.cpu import kernels
+from nimblec.cpu.refit_deciding import SIZES
+from nimblec.cpu.refit_recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
+from nimblec.onnx_import import model_nodes
+from nimblert.check.onnx_operators import find as find_operator
+from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
+
+_MOST_AXES = 4
+"""Arrays of more axes are not searched for transposed copies."""
+
+_MOST_FIXED_NBYTES = 1 << 20
+"""Recipes read constants that depend on no weight up to this size."""
+
+
+def folded_values(model: ModelProto, weights: Mapping[str, np.ndarray]) -> dict[str, Recipe]:
+    """The weights, and the values that nodes of the main graph compute from them and from other constants, by name."""
+    known: dict[str, Recipe] = {}
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            array = weights[tensor.name]
+            known[tensor.name] = Source(tensor.name, array.dtype.name, array.shape)
+        elif not tensor.external_data and tensor.ByteSize() <= _MOST_FIXED_NBYTES:
+            known[tensor.name] = Fixed(_unnamed(tensor))
+    for node in model.graph.node:
+        if model_nodes.subgraphs(node) or not all(name in known or not name for name in node.input):
+            continue
+        bare = NodeProto()
+        bare.CopyFrom(node)
+        for part in ("input", "output", "name", "doc_string", "metadata_props"):
+            bare.ClearField(part)
+        code = bare.SerializeToString(deterministic=True)
+        inputs = tuple(known[name] if name else None for name in node.input)
+        for index, name in enumerate(node.output):
+            known[name] = Result(code, inputs, index, len(node.output))
+    return {name: recipe for name, recipe in known.items() if sources(recipe)}
+
+
+def _unnamed(tensor: TensorProto) -> bytes:
+    made = TensorProto()
+    made.CopyFrom(tensor)
+    made.ClearField("name")
+    return bytes(made.SerializeToString(deterministic=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """``recipes`` of constants, by name; ``unknown`` are the constants that depend on weights but have no recipe."""
+
+    recipes: Mapping[str, Recipe]
+    unknown: tuple[str, ...]
+
+
+def explain(
+    model: ModelProto,
+    weights: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray],
+    others: Mapping[str, np.ndarray],
+) -> Explained:
+    """Recipes for the ``constants`` of the model that ``model``, with these ``weights``, was optimised to.
+
+    ``others`` are the constants for other weights; a constant that is the same there depends on none, unless it is
+    known to be rounded.
+    """
+    known = folded_values(model, weights)
+    candidates = list(dict.fromkeys(known.values()))
+    header = kernels.header(model)
+    values = _Values(candidates, weights, header)
+    recipes: dict[str, Recipe] = {}
+    unknown = []
+    for name, array in constants.items():
+        found = known.get(name)
+        if name in others and _same(array, others[name]) and not _is_rounded(found):
+            continue
+        if found is None or not _same(values.of(found), array):
+            found = values.find(array)
+        if found is None or not _is_callable(found, header):
+            unknown.append(name)
+        else:
+            recipes[name] = found
+    return Explained(recipes=settled(recipes, header), unknown=tuple(unknown))
+
+
+@cache
+def _is_rounded(recipe: Recipe | None) -> bool:
+    """Whether weights are quantised on the way to a value, so that close ones may give the same."""
+    if not isinstance(recipe, Result) or not sources(recipe):
+        return False
+    op_type = NodeProto.FromString(recipe.node).op_type
+    return op_type == "QuantizeLinear" or (op_type not in SIZES and any(map(_is_rounded, recipe.inputs)))
+
+
+def _is_callable(recipe: Recipe, header: kernels.Header) -> bool:
+    """Whether a plan may call every operator that a recipe applies to weights."""
+    if not isinstance(recipe, Result) or not sources(recipe):
+        return True
+    node = NodeProto.FromString(recipe.node)
+    known = find_operator(node.domain, node.op_type, header.opsets[node.domain])
+    return known is not None and all(_is_callable(read, header) for read in recipe.inputs if read is not None)
+
+
+def _same(one: np.ndarray | None, other: np.ndarray) -> bool:
+    return one is not None and _kind(one) == _kind(other) and one.tobytes() == other.tobytes()
+
+
+def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
+    return array.dtype, array.shape
+
+
+class _Values:
+    """The values of recipes, searched for an array that equals one, or one with its elements moved."""
+
+    def __init__(self, recipes: list[Recipe], weights: Mapping[str, np.ndarray], header: kernels.Header) -> None:
+        self._arrays: dict[Recipe, np.ndarray] = {
+            recipe: weights[recipe.name] for recipe in recipes if isinstance(recipe, Source)
+        }
+        made = [recipe for recipe in recipes if not isinstance(recipe, Source)]
+        with suppress(*runtime_errors()):  # if ONNX Runtime cannot compute them, the weights alone are searched
+            self._arrays |= zip(made, compute(made, weights, header), strict=True)
+        self._of_size: dict[int, list[Recipe]] = defaultdict(list)
+        for recipe, array in self._arrays.items():
+            self._of_size[array.size].append(recipe)
+
+    def of(self, recipe: Recipe) -> np.ndarray | None:
+        """The value of a recipe, if it is known."""
+        return self._arrays.get(recipe)
+
+    def find(self, wanted: np.ndarray) -> Recipe | None:
+        """A recipe for an array."""
+        for find in (self._moved, self._blocked, self._joined):
+            if found := find(wanted):
+                return found
+        return None
+
+    def _moved(self, wanted: np.ndarray) -> Recipe | None:
+        """A recipe for a value reshaped or transposed."""
+        content = wanted.tobytes()
+        for recipe in self._of_size[wanted.size]:
+            array = self._arrays[recipe]
+            if array.dtype != wanted.dtype:
+                continue
+            if array.tobytes() == content:
+                return recipe if array.shape == wanted.shape else _reshaped(recipe, wanted.shape)
+            if array.ndim > _MOST_AXES or not _has_the_same(array, wanted):
+                continue
+            for order in permutations(range(array.ndim)):
+                if array.transpose(order).tobytes() == content:
+                    turned = result("Transpose", recipe, perm=order)
+                    return _reshaped(turned, wanted.shape)
+        return None
+
+    def _blocked(self, wanted: np.ndarray) -> Recipe | None:
+        """A recipe for the weight or bias of a convolution in ONNX Runtime's blocks, padded with zeros."""
+        block = nchwc_block_size()
+        if wanted.dtype != np.float32 or block == 1:
+            return None
+        for recipe, array in self._arrays.items():
+            for made, change in _blocks(array, block, wanted.shape):
+                if made.tobytes() == wanted.tobytes():
+                    return _reshaped(change(recipe), wanted.shape)
+        return None
+
+    def _joined(self, wanted: np.ndarray) -> Recipe | None:
+        """A recipe for three arrays concatenated along the last axis: the projections of an attention."""
+        if not wanted.ndim or wanted.shape[-1] % 3:
+            return None
+        parts = [self._moved(np.ascontiguousarray(part)) for part in np.split(wanted, 3, axis=-1)]
+        first, second, third = parts
+        return result("Concat", first, second, third, axis=-1) if first and second and third else None
+
+
+def _has_the_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the elements may be the same in another order: the sums of the bytes are equal."""
+    return bool(one.reshape(-1).view(np.uint8).sum() == other.reshape(-1).view(np.uint8).sum())
+
+
+def _reshaped(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
+    return result("Reshape", recipe, fixed(np.array(shape, np.int64)))
+
+
+def _blocks(
+    array: np.ndarray, block: int, shape: tuple[int, ...]
+) -> Iterator[tuple[np.ndarray, Callable[[Recipe], Recipe]]]:
+    """The blocked forms of an array that have as many elements as ``shape``, each with the change to its recipe."""
+    count = prod(shape)
+    if array.ndim == 1:
+        padded = _up(array.size, block)
+        if padded == count and padded != array.size:
+            yield _blocked(array, (padded,), (padded,), (0,))
+        return
+    if array.ndim != 4:
+        return
+    outputs, inputs, height, width = array.shape
+    rows, columns = _up(outputs, block), _up(inputs, block)
+    if rows * columns * height * width == count:
+        split = (rows // block, block, columns // block, block, height, width)
+        yield _blocked(array, (rows, columns, height, width), split, (0, 2, 4, 5, 3, 1))
+    if rows * inputs * height * width == count:
+        yield _blocked(
+            array, (rows, inputs, height, width), (rows // block, block, inputs, height, width), (0, 2, 3, 4, 1)
+        )
+
+
+def _up(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def _blocked(
+    array: np.ndarray, padded: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]
+) -> tuple[np.ndarray, Callable[[Recipe], Recipe]]:
+    """An array padded with zeros, its axes split and reordered; and the function that does the same to its recipe."""
+    missing = [after - before for before, after in zip(array.shape, padded, strict=True)]
+
+    def change(recipe: Recipe) -> Recipe:
+        if any(missing):
+            pads = np.array([*(0 for _ in missing), *missing], np.int64)
+            recipe = result("Pad", recipe, fixed(pads))
+        if len(order) == 1:
+            return recipe
+        return result("Transpose", result("Reshape", recipe, fixed(np.array(split, np.int64))), perm=order)
+
+    made = np.pad(array, [(0, size) for size in missing]).reshape(split).transpose(order)
+    return made, change

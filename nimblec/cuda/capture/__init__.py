@@ -1,0 +1,1 @@
+"""Record the kernels that a model launches, and make them relocatable."""

@@ -1,1 +1,0 @@
-"""Weights of a CUDA plan that can be replaced though they were folded or repacked."""

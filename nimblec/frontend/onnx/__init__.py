@@ -1,1 +1,0 @@
-"""ONNX models: read and checked, and translated to ATen calls."""

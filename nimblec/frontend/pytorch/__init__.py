@@ -1,1 +1,0 @@
-"""PyTorch models: modules, functions and exported programs, with the arguments of one call."""

@@ -1,1 +1,0 @@
-"""Training steps of PyTorch models, as entries of a plan."""

@@ -1,1 +1,0 @@
-"""Attention for short sequences."""

@@ -1,1 +1,0 @@
-"""Depthwise convolutions: each result reads one channel."""

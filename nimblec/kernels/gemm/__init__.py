@@ -1,1 +1,0 @@
-"""Convolutions, and products with few rows, as implicit matrix products."""

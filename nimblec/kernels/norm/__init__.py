@@ -1,1 +1,0 @@
-"""Layer norm and RMS norm, with the sum before them."""

@@ -1,1 +1,0 @@
-"""Max and average pooling, and means over images."""

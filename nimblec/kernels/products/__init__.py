@@ -1,0 +1,1 @@
+"""Kernels for matrix products and convolutions."""

@@ -1,0 +1,280 @@
+"""Convolutions and products as torch ops: `nimblec.kernels.launch` says what an op is.
+
+``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
+tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`).
+
+Results are new memory, except for `convolution_into`, which writes its result to ``out``, part of the
+channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
+that may run concurrently need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`;
+scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`; ``arithmetic``
+is an `Arithmetic`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nimblec.kernels.images import (
+    channels_last,
+    convolution_shape,
+    laid_like,
+    new_images,
+    pixel_stride,
+    product_shape,
+)
+from nimblec.kernels.launch import Launch, Prepared, define_op
+from nimblec.kernels.products.gemm_reference import RowNorm, as_multiplied, moments_of
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.products.packing import unpack_rows
+from nimblec.kernels.reference import NO_PROLOGUE, Prologue, finish
+from nimblec.kernels.shapes import Convolution
+
+Arithmetic = Literal["tf32", "tf32x3"]
+"""How tensor cores multiply float32: without its last 13 bits, or with all bits in three products."""
+
+
+def convolution_launch(
+    shape: Convolution,
+    tiling: Tiling,
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    counters: Tensor | None,
+    activation: str,
+    trigger: str,
+    arithmetic: str,
+    prologue: Prologue = NO_PROLOGUE,
+    norm: RowNorm | None = None,
+    out_moments: Tensor | None = None,
+) -> Launch:
+    """Writes the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory.
+
+    In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
+    columns must be a multiple of ``block_n``.
+    """
+    down, across = tiling.tiles(shape)
+    partials = None
+    if tiling.split_k > 1:
+        sums = down * across * tiling.split_k, tiling.block_m * tiling.block_n
+        partials = torch.empty(sums, dtype=torch.float32, device=x.device)
+    return Launch(
+        template="nimblec.kernels.products.gemm_template:convolution",
+        blocks=tiling.blocks(shape),
+        pointers={
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "residual_ptr": residual,
+            **prologue.pointers,
+            "moments_ptr": None if norm is None else norm.moments,
+            "sums_ptr": None if norm is None else norm.column_sums,
+            "out_ptr": out,
+            "out_moments_ptr": out_moments,
+            "partials_ptr": partials,
+            "counters_ptr": counters if tiling.split_k > 1 else None,
+        },
+        settings={
+            **shape.settings,
+            "OUT_STRIDE": shape.out_stride or shape.out_channels,
+            "BEFORE": prologue.activation,
+            "NORM": "none",
+            "EPS": 0.0,
+            "PARTS": 1,
+            **(norm.settings if norm is not None else {}),
+            "ACTIVATION": activation,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "BLOCK_K": tiling.block_k,
+            "SPLIT_K": tiling.split_k,
+            "PRECISION": arithmetic,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        },
+        trigger=trigger,
+    )
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    tiling: Sequence[int],
+    trigger: str,
+    *,
+    arithmetic: str = "tf32",
+    out: Tensor | None = None,
+    before: str = "none",
+    **factors: Tensor | None,
+) -> Prepared[Tensor]:
+    x = channels_last(x)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    if out is None:
+        out = new_images(x, shape)
+    launch = convolution_launch(
+        replace(shape, out_stride=pixel_stride(out)),
+        Tiling.of(tiling),
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=laid_like(residual, torch.empty_like(out, device="meta", memory_format=torch.channels_last)),
+        prologue=Prologue(activation=before, **factors),
+        out=out,
+        counters=counters,
+        activation=activation,
+        trigger=trigger,
+        arithmetic=arithmetic,
+    )
+    return Prepared(out, launch)
+
+
+def _convolution_on_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    _counters: Tensor | None,
+    out_channels: int,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    activation: str,
+    *_how: object,
+    arithmetic: str = "tf32",
+    out: Tensor | None = None,
+    before: str = "none",
+    **factors: Tensor | None,
+) -> Tensor:
+    x = channels_last(x)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    rows = unpack_rows(weight, out_channels, shape.depth)
+    filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
+    read = Prologue(activation=before, **factors)(x.float())
+    multiplied = as_multiplied(read, x.dtype, arithmetic), as_multiplied(filters, x.dtype, arithmetic)
+    vector = None if bias is None else bias.float()
+    total = functional.conv2d(*multiplied, vector, shape.stride, shape.padding, shape.dilation)
+    return (new_images(x, shape) if out is None else out).copy_(finish(total, residual, activation))
+
+
+def _linear_and_moments(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    counters: Tensor | None,
+    out_channels: int,
+    activation: str,
+    tiling: Sequence[int],
+    trigger: str,
+    *,
+    has_moments: bool = True,
+    arithmetic: str = "tf32",
+    **norm: Any,
+) -> Prepared[tuple[Tensor, Tensor | None]]:
+    x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty((x.shape[0], out_channels))
+    moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
+    launch = convolution_launch(
+        product_shape(x, out_channels),
+        Tiling.of(tiling),
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=laid_like(residual, out),
+        out=out,
+        counters=counters,
+        activation=activation,
+        trigger=trigger,
+        arithmetic=arithmetic,
+        norm=_row_norm(**norm),
+        out_moments=moments,
+    )
+    return Prepared((out, moments), launch)
+
+
+def _linear(x: Tensor, *given: Any, **how: Any) -> Prepared[Tensor]:
+    prepared = _linear_and_moments(x, *given, **how, has_moments=False)
+    return Prepared(prepared.results[0], prepared.launch)
+
+
+def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
+    """Memory for the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
+    rows, columns = out.shape
+    assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
+    return out.new_empty((columns // tiling.block_n, 2, rows), dtype=torch.float32)
+
+
+def _row_norm(
+    moments: Tensor | None = None, column_sums: Tensor | None = None, eps: float = 0.0, rms: bool = False
+) -> RowNorm | None:
+    """The norm of the rows that a product reads, from the arguments of the op; None without one."""
+    if moments is None or column_sums is None:
+        return None
+    return RowNorm(moments=moments, column_sums=column_sums, eps=eps, rms=rms)
+
+
+def _linear_on_cpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    _counters: Tensor | None,
+    out_channels: int,
+    activation: str,
+    *_how: object,
+    arithmetic: str = "tf32",
+    **norm: Any,
+) -> Tensor:
+    filters = unpack_rows(weight, out_channels, x.shape[1])
+    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)))
+    corrected = _row_norm(**norm)
+    if corrected is not None:
+        total = corrected(total, x.shape[1])
+    if bias is not None:
+        total += bias.float()
+    return finish(total, residual, activation).to(x.dtype)
+
+
+def _linear_and_moments_on_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
+    out = _linear_on_cpu(x, *given, **how)
+    *_, tiling, _trigger = given
+    return out, moments_of(out, Tiling.of(tiling).block_n)
+
+
+_CONVOLUTION = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+    "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32'"
+)
+_LINEAR = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
+    "str activation, int[] tiling, str trigger, *, str arithmetic='tf32', "
+    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False"
+)
+convolution = define_op(f"convolution({_CONVOLUTION}) -> Tensor", prepare=_convolution, reference=_convolution_on_cpu)
+convolution_into = define_op(
+    f"convolution_into({_CONVOLUTION}, Tensor(b!) out) -> Tensor(b!)",
+    prepare=_convolution,
+    reference=_convolution_on_cpu,
+)
+linear = define_op(f"linear({_LINEAR}) -> Tensor", prepare=_linear, reference=_linear_on_cpu)
+linear_and_moments = define_op(
+    f"linear_and_moments({_LINEAR}) -> (Tensor, Tensor)",
+    prepare=_linear_and_moments,
+    reference=_linear_and_moments_on_cpu,
+)

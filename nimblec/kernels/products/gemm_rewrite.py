@@ -1,0 +1,153 @@
+"""Convolutions and products as Triton kernels, with the calls around them in the same launch."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nimblec.graph.rewriter import Rewriter, fake, is_call
+from nimblec.graph.views import viewed_alike
+from nimblec.graph.vocabulary import WHOLE_VIEWS
+from nimblec.kernels.call import AsStored, Call, Made, Pool, evaluate, example
+from nimblec.kernels.compiling import Compile
+from nimblec.kernels.gpu import GPU, Trigger
+from nimblec.kernels.products.concatenation import concatenate_in_place
+from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.products.gemm_match import Request, matches, requests
+from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
+from nimblec.kernels.products.siblings import join_siblings
+from nimblec.kernels.selector import Choose, Family, Timed
+
+AnyTiling = Tiling | DepthwiseTiling
+
+
+def use_triton_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
+    """Compute convolutions and products with the calls around them by one launch, where ``choose`` finds it faster.
+
+    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
+    them (`GPU.has_programmatic_launch`).
+    """
+    rewriter = Rewriter(module)
+    for request in matches(rewriter):
+        tiling = choose(request)
+        if tiling is not None:
+            _replace(rewriter, request, call(request, tiling, trigger))
+    rewriter.finish()
+
+
+def _replace(rewriter: Rewriter, request: Request, call: Call) -> None:
+    last = request.nodes[-1]
+    views = [node for node in request.nodes if is_call(node, *WHOLE_VIEWS)]
+    result = viewed_alike(rewriter, call.put(rewriter, at=last), views, at=last)
+    assert fake(result).stride() == fake(last).stride(), f"{last.format_node()} would become {result.format_node()}"
+    rewriter.replace(last, result)
+
+
+def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
+    """The candidates of a request."""
+    if request.kind == "depthwise":
+        return depthwise_candidates(request.shape, gpu)
+    return candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
+
+
+def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
+    """The call that computes a request."""
+    shape, source = request.shape, request.constants[request.weight]
+    end = (request.activation, tiling.numbers, trigger)
+    geometry = [list(pair) for pair in (shape.kernel, shape.stride, shape.padding, shape.dilation)]
+    how = _prologue(request)
+    if isinstance(tiling, DepthwiseTiling):
+        weight = Made(source=source, make=partial(pack_depthwise, tiling=tiling), role="weights")
+        read = (request.x, weight, request.bias, request.residual, shape.out_channels)
+        return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
+    how = {"arithmetic": request.arithmetic, **how}
+    is_rounded = source.dtype is torch.float32 and request.arithmetic == "tf32"
+    weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
+    counters = counters_of(tiling, shape, source.device)
+    shared = (request.x, weight, request.bias, _residual(request), counters, shape.out_channels)
+    if request.kind == "linear":
+        return Call(op=linear, args=(*shared, *end), kwargs=how)
+    if request.into is None:
+        return Call(op=convolution, args=(*shared, *geometry, *end), kwargs=how)
+    return Call(op=convolution_into, args=(*shared, *geometry, *end), kwargs={**how, "out": request.into})
+
+
+def _packed(kind: str, tiling: Tiling, is_rounded: bool, weight: Tensor) -> Tensor:
+    if is_rounded:
+        weight = for_tensor_cores(weight)
+    return (pack_linear if kind == "linear" else pack_convolution)(weight, tiling)
+
+
+def _residual(request: Request) -> fx.Node | AsStored | None:
+    if request.residual is None or request.kind != "linear":
+        return request.residual
+    return AsStored(node=request.residual, shape=(request.shape.rows, request.shape.out_channels))
+
+
+def _prologue(request: Request) -> dict[str, Any]:
+    """The prologue as arguments of the ops."""
+    before = request.before
+    if before is None:
+        return {}
+    given: dict[str, Any] = {"before": before.activation}
+    if before.gate is not None:
+        given["gate"] = before.gate
+    for name, value in (("scale", before.scale), ("shift", before.shift)):
+        if value is not None:
+            given[name] = Made(source=value, make=lambda vector: vector.float().contiguous(), role="factors")
+    return given
+
+
+def framework(request: Request, pool: Pool, length: int) -> Timed:
+    """The framework's calls of a request."""
+    weight = request.constants[request.weight]
+    copies = [pool.take(weight) for _ in range(length)]
+    values = {node: _value(request, node) for node in _read(request)}
+    before = request.before
+    if before is None:
+        return lambda n: evaluate(request.nodes, values | {request.weight: copies[n]})
+    rest = request.nodes[len(before.nodes) :]
+    values[before.nodes[-1]] = evaluate(before.nodes, values)
+
+    def call(n: int) -> object:
+        """Requests that share a prologue share its cost: only every ``sharers``-th call computes it."""
+        pays = n % before.sharers == 0
+        return evaluate(request.nodes if pays else rest, values | {request.weight: copies[n]})
+
+    return call
+
+
+def _read(request: Request) -> Iterator[fx.Node]:
+    """The values that the calls of a request read from outside."""
+    for node in request.nodes:
+        yield from (source for source in node.all_input_nodes if source not in request.nodes)
+
+
+def _value(request: Request, node: fx.Node) -> Tensor:
+    """The value of a constant; random numbers for anything else."""
+    if node in request.constants:
+        return request.constants[node]
+    return example(fake(node), request.constants[request.weight].device)
+
+
+def _prepare(module: fx.GraphModule, _compile_jobs: Compile) -> None:
+    join_siblings(module)
+    concatenate_in_place(module)
+
+
+GEMM: Family[Request, AnyTiling] = Family(
+    name="gemm",
+    requests=requests,
+    tilings=tilings,
+    call=call,
+    framework=framework,
+    use=use_triton_kernels,
+    templates=("nimblec.kernels.products.gemm_template", "nimblec.kernels.products.depthwise_template"),
+    reason="it takes in calls around products, and leaves the rest of them to regions",
+    prepare=_prepare,
+)

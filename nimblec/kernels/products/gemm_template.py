@@ -1,0 +1,234 @@
+# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
+# ruff: noqa: C901, PLR0912, PLR0915 - one kernel; branches are taken while it is compiled
+"""The Triton kernel of convolutions and small matrix products: an implicit matrix product with a split sum.
+
+Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width,
+channels), as the channels lie last. The blocks that share a tile leave their sums in float32 in a
+workspace; the last one to arrive adds them up in their fixed order, so that the result does not
+depend on the order of arrival, and finishes the tile.
+
+Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
+lower 13 bits are ignored). For all bits ("tf32x3") each factor is the sum of two such numbers, and three
+of their four products are added up, each step's by itself before it joins the sum, as tensor cores cut
+off what they add (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
+
+A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
+
+Rows of a product may be normalised, by layer norm or RMS norm, without materialising them: the kernel
+that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
+which loses less by their difference than rows of 11 bits have lost when they were rounded. As
+``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights include
+the norm's own, the bias the product of its bias.
+
+`nimblec.kernels.device` says how it starts early and waits.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nimblec.kernels.device import activate, fetch_into_l2, prepare
+
+
+@triton.jit
+def convolution(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    scale_ptr,
+    shift_ptr,
+    gate_ptr,
+    moments_ptr,
+    sums_ptr,
+    out_ptr,
+    out_moments_ptr,
+    partials_ptr,
+    counters_ptr,
+    ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PIXEL_STRIDE: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    OUT_CHANNELS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
+    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
+
+    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
+    prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
+    or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
+    each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows).
+    """
+    if TRIGGER == "early":
+        gdc_launch_dependents()
+    TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
+    DEPTH: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
+    STEPS: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+    PART: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
+    IS_POINTWISE: tl.constexpr = KERNEL_H * KERNEL_W == 1 and PADDING_H == 0 and PADDING_W == 0
+    IS_WHOLE: tl.constexpr = CHANNELS % BLOCK_K == 0
+    IS_SCALED: tl.constexpr = scale_ptr is not None or shift_ptr is not None
+    HAS_PROLOGUE: tl.constexpr = (IS_SCALED or gate_ptr is not None) or BEFORE != "none"
+
+    block = tl.program_id(0)
+    tile_m = block % TILES_M
+    tile_n = (block // TILES_M) % TILES_N
+    part = block // (TILES_M * TILES_N)
+    begin = part * PART
+    tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
+
+    if TRIGGER != "none":
+        # The blocks that read the same weights fetch a share each.
+        STEP_NBYTES: tl.constexpr = BLOCK_N * BLOCK_K * weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        NBYTES: tl.constexpr = PART * STEP_NBYTES
+        SHARE: tl.constexpr = (NBYTES + TILES_M * 128 - 1) // (TILES_M * 128) * 128
+        first = tile_m * SHARE
+        here = tl.minimum(PART, STEPS - begin)
+        count = tl.minimum(here * STEP_NBYTES - first, SHARE)
+        if count > 0:
+            fetch_into_l2((tile_weight_ptr + begin * (BLOCK_N * BLOCK_K)).to(tl.int64) + first, count)
+
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros((BLOCK_N,), tl.float32)
+    if NORM != "none":
+        weight_sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
+
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    image = rows // (OUT_HEIGHT * OUT_WIDTH)
+    top = (rows // OUT_WIDTH) % OUT_HEIGHT * STRIDE_H - PADDING_H
+    left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
+    corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
+    deep = tl.arange(0, BLOCK_K)
+    weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
+    residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
+    exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
+
+    if TRIGGER != "none":
+        gdc_wait()
+    if TRIGGER == "late":
+        gdc_launch_dependents()
+
+    if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
+        residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
+    if NORM != "none":
+        parts = tl.arange(0, triton.next_power_of_2(PARTS))
+        moment_ptrs = moments_ptr + parts[None, :] * (2 * ROWS) + rows[:, None]
+        is_moment = (rows < ROWS)[:, None] & (parts < PARTS)[None, :]
+        sums = tl.load(moment_ptrs, mask=is_moment, other=0.0)
+        squares = tl.load(moment_ptrs + ROWS, mask=is_moment, other=0.0)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for n in tl.range(0, PART):
+        step = begin + n
+        k = step * BLOCK_K + deep
+        if IS_POINTWISE:
+            channel = k
+            x_offsets = corner[:, None] + k[None, :]
+            mask = (rows < ROWS)[:, None]
+            if not IS_WHOLE:
+                mask = mask & (k < CHANNELS)[None, :]
+        elif IS_WHOLE:  # one position of the kernel in each step
+            tap = step // (CHANNELS // BLOCK_K)
+            down = tap // KERNEL_W * DILATION_H
+            across = tap % KERNEL_W * DILATION_W
+            channel = step % (CHANNELS // BLOCK_K) * BLOCK_K + deep
+            x_offsets = (corner + (down * WIDTH + across) * PIXEL_STRIDE)[:, None] + channel[None, :]
+            inside = (top + down >= 0) & (top + down < HEIGHT) & (left + across >= 0) & (left + across < WIDTH)
+            mask = ((rows < ROWS) & inside)[:, None]
+        else:
+            tap = k // CHANNELS
+            channel = k % CHANNELS
+            down = (tap // KERNEL_W * DILATION_H)[None, :]
+            across = (tap % KERNEL_W * DILATION_W)[None, :]
+            x_offsets = corner[:, None] + (down * WIDTH + across) * PIXEL_STRIDE + channel[None, :]
+            y = top[:, None] + down
+            x = left[:, None] + across
+            mask = (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH)
+            mask = mask & (rows < ROWS)[:, None] & (k < DEPTH)[None, :]
+        if PART * SPLIT_K > STEPS:  # the last part is shorter: zeros times any weights
+            mask = mask & (rows < tl.where(step < STEPS, ROWS, 0))[:, None]
+            step = tl.minimum(step, STEPS - 1)
+        pixels = tl.load(x_ptr + x_offsets, mask=mask, other=0.0)
+        if HAS_PROLOGUE:
+            whose = image if ROWS > OUT_HEIGHT * OUT_WIDTH else None
+            pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
+            pixels = pixels.to(x_ptr.dtype.element_ty)
+        weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
+        total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
+
+    if SPLIT_K == 1:
+        if NORM != "none":
+            total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
+        if residual_ptr is not None:
+            total += residual.to(tl.float32)
+        result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_offsets, result, mask=exists)
+        if out_moments_ptr is not None:
+            store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
+    else:
+        tile = tile_n * TILES_M + tile_m
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE) + within
+        tl.store(partial_ptrs + part * SIZE, total, cache_modifier=".cg")
+        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            tl.store(counters_ptr + tile, 0)
+            total = tl.load(partial_ptrs, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT_K):
+                total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
+            if NORM != "none":
+                total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
+            if residual_ptr is not None:
+                total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
+            result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_offsets, result, mask=exists)
+            if out_moments_ptr is not None:
+                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
+
+
+@triton.jit
+def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
+    """The product of normalised rows out of that of the rows, whose moments are ``sums`` and ``squares``."""
+    mean = tl.sum(sums, 1) * (1.0 / COLUMNS)
+    if NORM == "rms":
+        mean = tl.zeros_like(mean)
+    variance = tl.sum(squares, 1) * (1.0 / COLUMNS) - mean * mean
+    scale = tl.rsqrt(tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL) + EPS)
+    return (total - mean[:, None] * weight_sums[None, :]) * scale[:, None]
+
+
+@triton.jit
+def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr):
+    """The sum of each row of ``values``, then the sum of its squares."""
+    values = values.to(tl.float32)
+    tl.store(moments_ptr + rows, tl.sum(values, 1), mask=rows < ROWS)
+    tl.store(moments_ptr + ROWS + rows, tl.sum(values * values, 1), mask=rows < ROWS)

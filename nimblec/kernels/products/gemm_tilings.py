@@ -1,0 +1,138 @@
+"""How a convolution or product is divided into blocks, and the candidates for a GPU."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from nimblec.kernels.gpu import GPU, KIB
+from nimblec.kernels.shapes import Convolution, Pair, ceil_div
+from nimblec.kernels.tilings import NumberedTiling, most_promising
+
+BLOCKS_M = (16, 32, 64, 128)
+BLOCKS_N = (16, 32, 64, 128)
+BLOCKS_K = (32, 64, 128)
+SPLITS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 18)
+WIDE = 64
+"""Rows of a tile from which instructions of warp groups can be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling(NumberedTiling):
+    """A block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
+
+    ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def tiles(self, shape: Convolution) -> Pair:
+        """The number of tiles of the result: down, across."""
+        return ceil_div(shape.rows, self.block_m), ceil_div(shape.out_channels, self.block_n)
+
+    def steps(self, shape: Convolution) -> int:
+        """How many steps of ``block_k`` the whole sum has."""
+        return ceil_div(shape.depth, self.block_k)
+
+    def blocks(self, shape: Convolution) -> int:
+        """How many blocks are launched."""
+        down, across = self.tiles(shape)
+        return down * across * self.split_k
+
+
+def shared_budget(gpu: GPU) -> int:
+    """Bytes of shared memory for the loads of one block, which leave room for a block of the next kernel."""
+    return gpu.shared_per_multiprocessor // 2 - 4 * KIB
+
+
+def candidates(
+    shape: Convolution,
+    gpu: GPU,
+    *,
+    limit: int = 8,
+    itemsize: int = 2,
+    splits: Sequence[int] = SPLITS,
+    alike: int = 5,
+) -> list[Tiling]:
+    """At most ``limit`` tilings, the most promising first, at most ``alike`` with the same tiles of the result.
+
+    ``itemsize``: bytes of an element; ``splits``: the numbers of blocks that may share a sum.
+    """
+    cost = partial(estimate, shape, gpu=gpu, itemsize=itemsize)
+    return most_promising(_all(shape, gpu, itemsize, splits), cost, limit=limit, alike=alike)
+
+
+def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
+    """Rough microseconds: what the busiest multiprocessor reads, computes and writes, and the merging of split sums.
+
+    The launch itself is not included. Tensor cores multiply elements of twice the size at half the rate. Float32 in
+    three products takes 1.3 to 2 times as long as estimated; the order is still useful.
+    """
+    speed, size_factor = gpu.speed, itemsize / 2
+    steps = ceil_div(tiling.steps(shape), tiling.split_k)
+    blocks = tiling.blocks(shape)
+    turns = ceil_div(blocks, gpu.multiprocessors)
+    size = tiling.block_m * tiling.block_n
+    nbytes = steps * tiling.block_k * (tiling.block_m + tiling.block_n) * itemsize
+    flops = 2 * steps * tiling.block_k * size
+    narrow = speed.narrow if tiling.block_m < WIDE else 1
+    computing = turns * flops * size_factor / speed.flops * narrow
+    busiest = max(turns * nbytes / speed.block_bytes, computing)
+    everything = blocks * nbytes / speed.l2_bytes
+    step = (speed.step + speed.step_per_64 * tiling.block_k / 64 * size_factor) * narrow
+    step += speed.load / tiling.num_stages
+    own = steps * step * (1 + (turns - 1) * speed.behind)
+    meeting = 0.0
+    if tiling.split_k > 1:
+        meeting = speed.split + (tiling.split_k + 1) * size * 4 / speed.block_bytes
+    sharp = speed.sharpness
+    together: float = (busiest**sharp + everything**sharp + own**sharp) ** (1 / sharp)
+    return together + meeting + turns * size * itemsize / speed.block_bytes_stored
+
+
+def _all(shape: Convolution, gpu: GPU, itemsize: int, splits: Sequence[int]) -> Iterator[Tiling]:
+    for block_m in BLOCKS_M:
+        if block_m > 16 and block_m >= 2 * shape.rows:
+            continue
+        for block_n in BLOCKS_N:
+            if block_n > 16 and block_n >= 2 * shape.out_channels:
+                continue
+            for block_k in BLOCKS_K:
+                yield from _splits(shape, gpu, (block_m, block_n, block_k), itemsize, splits)
+
+
+def _splits(
+    shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], itemsize: int, splits: Sequence[int]
+) -> Iterator[Tiling]:
+    block_m, block_n, block_k = blocks
+    step_nbytes = block_k * (block_m + block_n) * itemsize
+    if step_nbytes > gpu.shared_per_block:
+        return
+    taps = shape.kernel[0] * shape.kernel[1]
+    if taps > 1 and shape.channels % block_k and block_k > 32:
+        return  # offsets are computed for each element: keep the tile narrow
+    steps = ceil_div(shape.depth, block_k)
+    if block_k > 32 and block_k >= 2 * shape.depth:
+        return
+    for split in splits:
+        part = ceil_div(steps, split)
+        if split > 1 and (part * (split - 1) >= steps or split * part > steps * 1.15):
+            continue
+        yield Tiling(
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            split_k=split,
+            num_warps=_warps(block_m, block_n),
+            num_stages=max(1, min(shared_budget(gpu) // step_nbytes, part, 5)),
+        )
+
+
+def _warps(block_m: int, block_n: int) -> int:
+    if block_m * block_n >= 128 * 128:
+        return 8
+    return 4 if block_m * block_n >= 1024 else 2

@@ -1,0 +1,75 @@
+"""Weights in the order in which the kernels read them: tile after tile, each contiguous.
+
+A block's part of the weights is then contiguous: one instruction fetches it into the L2 cache.
+"""
+
+from math import log, prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nimblec.kernels.call import Made
+from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.shapes import Convolution, Pair, ceil_div
+
+
+class _Split(Protocol):
+    """A tiling in which ``split_k`` blocks share the sum of a tile."""
+
+    @property
+    def split_k(self) -> int: ...
+    def tiles(self, shape: Convolution) -> Pair: ...
+
+
+def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
+    """Tiles of the weights (out channels, in channels, height, width) of a convolution; see `pack_rows`."""
+    return pack_rows(weight.permute(0, 2, 3, 1).flatten(1), tiling)
+
+
+def pack_linear(weight: Tensor, tiling: Tiling) -> Tensor:
+    """Tiles of the right matrix (depth, columns) of a product; see `pack_rows`."""
+    return pack_rows(weight.t(), tiling)
+
+
+def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
+    """(columns, depth) cut into tiles: (tiles across, tiles deep, block_n, block_k), zeros past the edges."""
+    columns, depth = weight.shape
+    across, deep = ceil_div(columns, tiling.block_n), ceil_div(depth, tiling.block_k)
+    padded = functional.pad(weight, (0, deep * tiling.block_k - depth, 0, across * tiling.block_n - columns))
+    return padded.reshape(across, tiling.block_n, deep, tiling.block_k).transpose(1, 2).contiguous()
+
+
+CUT_OFF = 2**-11 / (2 * log(2))
+"""The average relative loss of TF32: half of its last bit, with leading digits distributed by Benford's law."""
+
+
+def for_tensor_cores(weight: Tensor) -> Tensor:
+    """Weights (float32) that tensor cores multiply as TF32.
+
+    They cut off the last 13 bits of both factors, so that each layer's result comes out smaller by the
+    same factor, and a deep network's by percents. So weights are rounded here, and scaled up by what
+    the other factor loses on average.
+    """
+    bits = (weight.double() / (1 - CUT_OFF)).float().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
+    """The inverse of `pack_rows`."""
+    across, deep, block_n, block_k = packed.shape
+    return packed.transpose(1, 2).reshape(across * block_n, deep * block_k)[:columns, :depth]
+
+
+def counters(tiles: int, device: torch.device) -> Tensor:
+    """How many blocks of each tile have arrived: zeros before and after each launch."""
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def counters_of(tiling: _Split, shape: Convolution, device: torch.device) -> Made | None:
+    """The `counters` of one call; None where each block has a tile to itself."""
+    if tiling.split_k == 1:
+        return None
+    tiles = prod(tiling.tiles(shape))
+    return Made(source=torch.empty(0, device=device), make=lambda like: counters(tiles, like.device), role="counters")

@@ -1,0 +1,1 @@
+"""Kernels for attention, norms and pooling."""

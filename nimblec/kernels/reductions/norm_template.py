@@ -1,0 +1,63 @@
+# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: N803 - constants known to the compiler in capitals, as in Triton's own kernels
+"""The Triton kernel of layer norm and RMS norm over the last axis, with a residual added before it.
+
+A block holds some whole rows in registers, so that the mean comes before the differences from it. It
+loads weight and bias, which nothing ever writes, while the kernel before it still runs, and waits as
+`nimblec.kernels.device` says.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EPS: tl.constexpr,
+    RMS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
+    """Of x, residual, sum and out (rows, columns) without gaps, weight and bias (columns,); sum is x + residual."""
+    if TRIGGER == "early":
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C)
+    is_column = columns < COLUMNS
+    offsets = rows[:, None] * COLUMNS + columns[None, :]
+    mask = (rows < ROWS)[:, None] & is_column[None, :]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+    if TRIGGER != "none":
+        gdc_wait()
+    if TRIGGER == "late":
+        gdc_launch_dependents()
+
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + offsets, rounded, mask=mask)
+        x = rounded.to(tl.float32)  # the numbers that others read
+    if not RMS:
+        mean = tl.sum(x, 1) / COLUMNS
+        x = tl.where(is_column[None, :], x - mean[:, None], 0.0)
+    square = tl.sum(x * x, 1) / COLUMNS
+    result = x * tl.rsqrt(square + EPS)[:, None]
+    if weight_ptr is not None:
+        result *= weight[None, :]
+    if bias_ptr is not None:
+        result += bias[None, :]
+    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,226 @@
+"""Choose tilings by timing calls; times are kept between compilations."""
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import fx
+
+from nimblec.kernels.call import Call, Pool
+from nimblec.kernels.choosing import Choice, Timer, Times, choose, key_of, rank
+from nimblec.kernels.compiling import Compile, compile_all
+from nimblec.kernels.context import Contest
+from nimblec.kernels.gpu import GPU, Trigger
+from nimblec.kernels.tilings import NumberedTiling
+
+FRAMEWORK = "framework"
+_NEARLY = 1.25
+"""The most times as long as the fastest that a tiling takes which is tried among other kernels."""
+
+Timed = Callable[[int], object]
+"""A call that takes the number of the copy of its weights."""
+
+
+class HasSignature(Protocol):
+    """A request for one launch."""
+
+    @property
+    def signature(self) -> str:
+        """A text that is equal for equal requests."""
+
+
+Request = TypeVar("Request", bound=HasSignature)
+Tiling = TypeVar("Tiling", bound=NumberedTiling)
+Choose = Callable[[Request], Tiling | None]
+"""Chooses the tiling of a request; None where the framework's calls stay."""
+
+
+def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(Generic[Request, Tiling]):
+    """A kind of kernels, and how it is put into a graph.
+
+    ``requests`` finds what one launch could compute, ``tilings`` lists the candidates for it, the most promising
+    first, and ``call`` describes the launch. ``framework`` makes the framework's call for comparison, with copies of
+    its weights; it returns None where the alternative is a generated kernel, which cannot be timed here: then
+    candidates are only compared with each other. ``use`` replaces the requests that a function gives a tiling for,
+    after ``prepare`` has rewritten the graph to allow more of them. With ``needs_whole_plan``, only the time of a
+    whole plan shows whether the kernels gain. ``templates`` are the modules whose code the times depend on, and
+    ``reason`` says why the family has its place in the order.
+    """
+
+    name: str
+    requests: Callable[[fx.GraphModule], Iterable[Request]]
+    tilings: Callable[[Request, GPU], Sequence[Tiling]]
+    call: Callable[[Request, Tiling, Trigger], Call]
+    framework: Callable[[Request, Pool, int], Timed | None]
+    use: Callable[[fx.GraphModule, "Choose[Request, Tiling]", Trigger], None]
+    templates: Sequence[str]
+    reason: str
+    prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
+    needs_whole_plan: bool = False
+
+    def select(
+        self,
+        module: fx.GraphModule,
+        gpu: GPU,
+        times: Times | None = None,
+        preferred: Mapping[str, str] = MappingProxyType({}),
+    ) -> Sequence[Contest]:
+        """Put the kernels in wherever they are faster on ``gpu``, the current one; the chosen ones and their rivals.
+
+        Known times are not measured again. ``preferred`` names tilings by the key of a `Contest`. Does nothing on a GPU
+        without programmatic dependent launch.
+        """
+        if not gpu.has_programmatic_launch:
+            return ()
+        compile_jobs = partial(compile_all, gpu=gpu)
+        self.prepare(module, compile_jobs)
+        found = list(self.requests(module))
+        if not found:
+            return ()
+        from nimblec.kernels.timing import GraphTimer, WeightPool
+
+        timer = GraphTimer(gpu)
+        selector = Selector(
+            self,
+            gpu,
+            timer,
+            WeightPool(gpu),
+            length=timer.length,
+            screen=timer.screen(),
+            times=times,
+            fingerprint=timing_fingerprint(self.templates),
+            compile_jobs=compile_jobs,
+            preferred=preferred,
+        )
+        selector.prepare(found)
+        self.use(module, selector, gpu.trigger)
+        return selector.contests
+
+    def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
+        """Put the kernels in wherever they apply, each with its most promising tiling: for tests without a GPU."""
+        self.prepare(module, lambda _: None)
+        self.use(module, lambda request: next(iter(self.tilings(request, gpu)), None), gpu.trigger)
+
+
+class Selector(Generic[Request, Tiling]):
+    """Chooses tilings for a family's ``use``; equal requests are timed once.
+
+    ``choices`` holds the results, and ``contests`` the chosen tilings with those that are nearly as fast.
+    """
+
+    def __init__(
+        self,
+        family: Family[Request, Tiling],
+        gpu: GPU,
+        timer: Timer,
+        pool: Pool,
+        *,
+        length: int,
+        screen: Timer | None = None,
+        times: Times | None = None,
+        fingerprint: str = "",
+        compile_jobs: Compile,
+        preferred: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``timer`` times calls that take the number, below ``length``, of a copy of their weights from the ``pool``.
+
+        ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
+        ``preferred`` are tilings that are used instead of the fastest, by the key of a `Contest`.
+        """
+        self._family = family
+        self._gpu = gpu
+        self._timer = timer
+        self._pool = pool
+        self._length = length
+        self._screen = screen
+        self._times: Times = {} if times is None else times
+        self._fingerprint = fingerprint
+        self._compile = compile_jobs
+        self._preferred = preferred
+        self.choices: dict[str, Choice] = {}
+        self.contests: list[Contest] = []
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Compile in parallel all kernels that will be launched: those chosen already, else all candidates."""
+        jobs = []
+        for key, request in {request.signature: request for request in requests}.items():
+            named = self._named(request)
+            known = self._known(key, named)
+            wanted = named if known is None else _contenders(known, named)
+            jobs += [self._call(request, named[name]).job() for name in wanted]
+        if jobs:
+            self._compile(jobs)
+
+    def __call__(self, request: Request) -> Tiling | None:
+        """The fastest tiling; None where the framework's call stays."""
+        key, named = request.signature, self._named(request)
+        if key not in self.choices:
+            self.choices[key] = self._known(key, named) or self._measured(key, request, named)
+            self._enter(request, named, self.choices[key])
+        return named.get(self._preferred.get(self._contest(request), self.choices[key].best))
+
+    def _enter(self, request: Request, named: Mapping[str, Tiling], choice: Choice) -> None:
+        calls = {name: self._call(request, named[name]) for name in _contenders(choice, named)}
+        if calls:
+            time = choice.microseconds[choice.best]
+            self.contests.append(Contest(key=self._contest(request), calls=calls, microseconds=time))
+
+    def _contest(self, request: Request) -> str:
+        return f"{self._family.name} {request.signature}"
+
+    def _call(self, request: Request, tiling: Tiling) -> Call:
+        return self._family.call(request, tiling, self._gpu.trigger)
+
+    def _named(self, request: Request) -> dict[str, Tiling]:
+        return {"x".join(map(str, tiling.numbers)): tiling for tiling in self._family.tilings(request, self._gpu)}
+
+    def _known(self, key: str, named: Iterable[str]) -> Choice | None:
+        sides = {side: self._side(key, side) for side in (FRAMEWORK, *named)}
+        times = {side: self._times[at] / 1000 for side, at in sides.items() if at in self._times}
+        return rank(times) if len(times) > 1 else None
+
+    def _measured(self, key: str, request: Request, named: Mapping[str, Tiling]) -> Choice:
+        framework = self._family.framework(request, self._pool, self._length)
+        sides: dict[str, Timed] = {} if framework is None else {FRAMEWORK: framework}
+        for name, tiling in named.items():
+            sides[name] = self._call(request, tiling).timed(self._pool, self._length)
+        choice = choose(sides, self._timer, screen=self._screen)
+        for side, microseconds in choice.microseconds.items():
+            self._times[self._side(key, side)] = round(1000 * microseconds)
+        torch.cuda.empty_cache()  # the capture process keeps all memory that was freed until then
+        return self._known(key, named) or choice  # as the next compilation will choose, by times in nanoseconds
+
+    def _side(self, key: str, side: str) -> str:
+        return key_of((self._fingerprint, self._gpu.trigger, key, side))
+
+
+def _contenders(choice: Choice, named: Container[str]) -> list[str]:
+    """The chosen tiling and those nearly as fast, the fastest first; none where the framework's calls were chosen."""
+    if choice.best not in named:
+        return []
+    times = choice.microseconds
+    close = [name for name in times if name in named and times[name] <= _NEARLY * times[choice.best]]
+    return sorted(close, key=lambda name: (name != choice.best, times[name]))
+
+
+def timing_fingerprint(templates: Iterable[str]) -> str:
+    """What times depend on besides the request: the device, library versions, the code of the templates' modules."""
+    from triton import __version__ as triton_version
+    from triton import knobs
+
+    code = sha256()
+    for name in ("nimblec.kernels.device", *templates):
+        package, _, module = name.rpartition(".")
+        code.update(files(package).joinpath(f"{module}.py").read_bytes())
+    versions = torch.__version__, triton_version, knobs.nvidia.ptxas.version, torch.backends.cudnn.version()
+    return repr((torch.cuda.get_device_name(), *versions, code.hexdigest()))

@@ -1,1 +1,0 @@
-"""The levels of optimisation: the pipelines and the variants of each."""

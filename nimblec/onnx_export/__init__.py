@@ -1,0 +1,1 @@
+"""Export PyTorch models to ONNX, for the CPU target."""

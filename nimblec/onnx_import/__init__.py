@@ -1,0 +1,1 @@
+"""Read ONNX files, and import their graphs."""

@@ -1,0 +1,56 @@
+"""The ONNX operators by family: one function on tensors for each range of opsets.
+
+Importing this package fills the table of `nimblec.onnx_ops.table`.
+"""
+
+from nimblec.onnx_ops import (
+    activation,
+    arithmetic,
+    attention,
+    comparison,
+    convolution,
+    creation,
+    indexing,
+    legacy,
+    linear,
+    loss,
+    microsoft,
+    microsoft_quantized,
+    normalization,
+    pooling,
+    quantization,
+    recurrent,
+    reduction,
+    resize,
+    sequence,
+    shape,
+    signal,
+    text,
+    vision,
+)
+
+__all__ = [
+    "activation",
+    "arithmetic",
+    "attention",
+    "comparison",
+    "convolution",
+    "creation",
+    "indexing",
+    "legacy",
+    "linear",
+    "loss",
+    "microsoft",
+    "microsoft_quantized",
+    "normalization",
+    "pooling",
+    "quantization",
+    "recurrent",
+    "reduction",
+    "resize",
+    "sequence",
+    "shape",
+    "signal",
+    "text",
+    "vision",
+]

@@ -1,1 +1,0 @@
-"""One form for each idea: constants folded, calls without effect dropped, patterns recognised."""

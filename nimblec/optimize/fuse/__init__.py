@@ -1,1 +1,0 @@
-"""Fewer calls: several fused into one call of a library."""

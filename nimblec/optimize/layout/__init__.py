@@ -1,1 +1,0 @@
-"""The memory layout of tensors, chosen for the fastest kernels."""

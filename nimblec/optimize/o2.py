@@ -1,0 +1,115 @@
+"""-O2: the passes of -O1, and between them Triton kernels wherever they are faster on this GPU."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from nimblec.kernels.choosing import Times
+from nimblec.kernels.context import Clock, Contest, in_context
+from nimblec.kernels.gpu import GPU
+from nimblec.kernels.launch import ops
+from nimblec.kernels.selector import Family, timing_fingerprint
+from nimblec.optimize.families import FAMILIES
+from nimblec.optimize.passes.channels_last import lay_float32_channels_last
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
+from nimblec.optimize.recipe import Recipe
+from nimblec.optimize.rewrites import REGIONS, REWRITES
+
+Use = Callable[[Family[Any, Any], fx.GraphModule], object]
+"""A function that puts the kernels of a family into a graph."""
+
+
+def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object]) -> tuple[Pass, ...]:
+    return tuple(Pass(run=_put_in(family), needs=needs, takes=("use",), reason=family.reason) for family in families)
+
+
+def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
+    """The rewrite of a family, which leaves the choice of kernels to the setting's `Use`."""
+
+    @wraps(family.use)
+    def put_in(module: fx.GraphModule, *, use: Use) -> None:
+        use(family, module)
+
+    return put_in
+
+
+KERNELS = Pipeline(
+    Phase(
+        name="kernels",
+        passes=(
+            Pass(
+                run=lay_float32_channels_last,
+                reason="Triton kernels read images channels last in float32 too, where the library gains nothing by it",
+            ),
+            *_passes((family for family in FAMILIES if not family.needs_whole_plan), lay_float32_channels_last),
+        ),
+    )
+)
+"""Families whose kernels are compared with the framework's one by one."""
+
+NORMS = Pipeline(
+    Phase(
+        name="kernels",
+        passes=_passes(
+            (family for family in FAMILIES if family.needs_whole_plan), *(each.run for each in KERNELS.passes)
+        ),
+    ),
+    after=KERNELS,
+)
+"""Families whose gain only the time of a whole plan shows."""
+
+TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
+TRITON_NORMS = Recipe("Triton kernels and norms", REWRITES, KERNELS, NORMS, REGIONS)
+
+
+class Timed:
+    """Puts kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured.
+
+    ``preferred`` are tilings to use instead of the fastest, as `in_context` returns them.
+    """
+
+    def __init__(self, times: Times, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._times = times
+        self._preferred = preferred
+        self._contests: list[Contest] = []
+
+    def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
+        """Put in the kernels of a family."""
+        self._contests += family.select(module, GPU.current(), self._times, self._preferred)
+
+    def in_context(self, module: fx.GraphModule) -> dict[str, str]:
+        """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time.
+
+        Empty where the memory that is left does not hold what all of them read.
+        """
+        from nimblec.kernels.timing import GraphTimer, WeightPool
+
+        if not self._contests:
+            return {}
+        gpu = GPU.current()
+        templates = sorted({template for family in FAMILIES for template in family.templates})
+        fingerprint = repr((timing_fingerprint(templates), gpu.trigger))
+        clock = Clock(timer=GraphTimer(gpu), times=self._times, fingerprint=fingerprint)
+        try:
+            return in_context(module, self._contests, clock, WeightPool(gpu), l2=gpu.l2)
+        except torch.OutOfMemoryError:
+            return {}
+
+
+def first(gpu: GPU) -> Use:
+    """Put kernels in wherever they apply, each with its most promising tiling: needs no GPU."""
+    return lambda family, module: family.use_first(module, gpu)
+
+
+def has_triton_kernels(module: fx.GraphModule) -> bool:
+    """Whether any call is of a Triton kernel's op."""
+    return any(node.target in ops() for node in module.graph.nodes)
+
+
+def has_norms(module: fx.GraphModule) -> bool:
+    """Whether there is a call that the families of `NORMS` could compute."""
+    return any(any(family.requests(module)) for family in FAMILIES if family.needs_whole_plan)

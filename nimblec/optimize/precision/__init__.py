@@ -1,1 +1,0 @@
-"""Float32 graphs computed in half precision."""

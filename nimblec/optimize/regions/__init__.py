@@ -1,1 +1,0 @@
-"""Generated kernels for the calls between those of libraries."""

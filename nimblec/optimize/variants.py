@@ -1,0 +1,102 @@
+"""The variants of a model at a level of optimisation; the fastest is kept."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.optimize.o0 import CAST
+from nimblec.optimize.o1 import FUSED_REGIONS
+from nimblec.optimize.pipeline import Report, Setting
+from nimblec.optimize.recipe import Recipe, Runs
+from nimblec.optimize.rewrites import REWRITES
+from nimblec.optimize.torch_compile import compiled
+from nimblec.plan.timing_cache import TimingCache
+from nimblec.pytorch.flat import device_of
+from nimblec.pytorch.model import TorchModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run a model.
+
+    ``make`` takes seconds, and raises TraceError or UnsupportedModelError where the model cannot run that way. A
+    fallback is tried where none before it was possible.
+    """
+
+    name: str
+    make: Callable[[], TorchModel]
+    is_original: bool = False
+    is_fallback: bool = False
+
+
+def variants(
+    model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache, report: Report | None = None
+) -> Iterator[Variant]:
+    """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
+
+    torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
+    model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
+    training step are, fused regions alone were always slower than with Triton kernels, too. ``dtype`` is the half
+    precision to compute in instead of float32, ``times`` keeps the times of Triton kernels, and ``report`` is called
+    for each pass that has run. A model that the user compiled with torch.compile stays as it is at every level; with
+    ``dtype`` it is refused by a CompileError.
+    """
+    if model.is_compiled:
+        if dtype is not None:
+            raise CompileError("--precision: a model from torch.compile keeps its own: compile the plain module")
+        yield as_it_runs(model)
+    elif level == 0:
+        cast = partial(Runs(model, Setting(device=device_of(model), dtype=dtype), report), CAST)
+        yield as_it_runs(model) if dtype is None else Variant(name="cast", make=cast)
+    elif level == 1:
+        runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
+        yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
+    else:
+        yield from _of_level_2(model, dtype, times, report)
+
+
+def as_it_runs(model: TorchModel) -> Variant:
+    """The model itself."""
+    return Variant(name="as it runs", make=lambda: model, is_original=True)
+
+
+def _of_level_2(
+    model: TorchModel, dtype: torch.dtype | None, times: TimingCache, report: Report | None
+) -> Iterator[Variant]:
+    from nimblec.optimize import o2  # brings in the kernels
+
+    timed = o2.Timed(times)
+    setting = Setting(device=device_of(model), dtype=dtype, use=timed)
+    runs = Runs(model, setting, report)
+    products = o2.TRITON.pipelines[:-1]
+    most = o2.TRITON
+    yield _variant(most, partial(runs, *most.pipelines))
+    if runs.has_run(*products) and o2.has_norms(runs(*products).module):
+        most = o2.TRITON_NORMS
+        yield _variant(most, partial(runs, *most.pipelines))
+    kernels = most.pipelines[:-1]
+    if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
+        again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
+        yield Variant(name=f"{most.name}, chosen in context", make=partial(again, *most.pipelines))
+    has_kernels = runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)
+    fused = _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
+    yield replace(fused, is_fallback=has_kernels and bool(model.written_elsewhere))
+    if not (has_kernels or dtype is not None or model.written_elsewhere):
+        yield Variant(name="torch.compile", make=partial(compiled, model))
+
+
+def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:
+    return Variant(name=recipe.name, make=make)
+
+
+def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
+    """The model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
+    try:
+        return runs(*FUSED_REGIONS.pipelines)
+    except (TraceError, UnsupportedModelError) as exc:
+        if dtype is not None or model.written_elsewhere:
+            raise
+        return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))

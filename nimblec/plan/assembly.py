@@ -1,0 +1,177 @@
+"""From scheduled graphs to a plan: each becomes a program, and what is equal in them is stored once."""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from nimblec.base.installation import VERSION
+from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Part, Task
+from nimblec.plan.lower import lower, state, weights
+from nimblec.plan.refit_programs import refits
+from nimblec.schedule.lifetimes import used_buffers
+from nimblec.schedule.memory import WEIGHT_ALIGNMENT
+from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The origin that a plan records."""
+
+    target: Target
+    device: Device
+    versions: tuple[tuple[str, str], ...]
+
+
+def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
+    """The plan of one part or several, without golden records.
+
+    Equal modules, kernels and constants of several parts are stored once; a state whose storage they
+    share is one state, and what only one of them writes is state for all.
+    """
+    if len(parts) > 1:
+        parts = _sharing(parts)
+    first = parts[0]
+    return Plan(
+        producer=f"nimblec {VERSION}",
+        versions=provenance.versions,
+        target=provenance.target,
+        device=provenance.device,
+        modules=first.graph.modules,
+        kernels=first.graph.kernels,
+        weights_nbytes=first.memory.weights_nbytes,
+        weights=_united((part.name, weights(part.graph, part.memory)) for part in parts),
+        state_nbytes=first.memory.state_nbytes,
+        state=_united((part.name, state(part.graph, part.memory)) for part in parts),
+        programs=tuple(map(_program, parts)),
+        refits=refits(parts),
+    )
+
+
+def _program(part: Part) -> Program:
+    made = lower(part.graph, part.schedule, part.memory, name=part.name)
+    return replace(made, schedule=part.record, entry=part.entry, profile=part.profile)
+
+
+def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
+    """The tensors of a region that the parts share, each once, by ascending offset; given by part with its name.
+
+    Another tensor of a name that an earlier part has is called PART.NAME.
+    """
+    found: dict[int, Weight] = {}
+    for part, tensors in contents:
+        taken = {tensor.name for tensor in found.values()}
+        for tensor in tensors:
+            name = f"{part}.{tensor.name}" if tensor.name and tensor.name in taken else tensor.name
+            found.setdefault(tensor.offset, replace(tensor, name=name))
+    return tuple(found[offset] for offset in sorted(found))
+
+
+def _sharing(parts: Sequence[Part]) -> list[Part]:
+    """The parts with the same modules and kernels, and the same regions of weights and of state."""
+    modules, kernels = _Modules(), _Kernels()
+    graphs = []
+    for graph in _with_common_state([part.graph for part in parts]):
+        module_numbers = modules.add(graph.modules)
+        kernel_numbers = kernels.add(replace(k, module=module_numbers[k.module]) for k in graph.kernels)
+        graphs.append(replace(graph, tasks=tuple(_renumbered(task, kernel_numbers) for task in graph.tasks)))
+    rooms = {kind: _Room(kind) for kind in (BufferKind.CONSTANT, BufferKind.STATE)}
+    offsets = []
+    for part, graph in zip(parts, graphs, strict=True):
+        placed = list(part.memory.offsets)
+        for index in sorted(used_buffers(graph)):
+            if room := rooms.get(graph.buffers[index].kind):
+                placed[index] = room.place(graph.buffers[index])
+        offsets.append(tuple(placed))
+    sizes = {"weights_nbytes": rooms[BufferKind.CONSTANT].nbytes, "state_nbytes": rooms[BufferKind.STATE].nbytes}
+    return [
+        replace(
+            part,
+            graph=replace(graph, modules=tuple(modules.items), kernels=tuple(kernels.items)),
+            memory=replace(part.memory, offsets=placed, **sizes),
+        )
+        for part, graph, placed in zip(parts, graphs, offsets, strict=True)
+    ]
+
+
+def _with_common_state(graphs: Sequence[Graph]) -> Iterator[Graph]:
+    """The graphs with every buffer as state whose storage is state of any of them."""
+    written = {b.storage for graph in graphs for b in graph.buffers if b.kind is BufferKind.STATE} - {0}
+
+    def common(buffer: Buffer) -> Buffer:
+        is_state = buffer.kind is BufferKind.CONSTANT and buffer.storage in written
+        return replace(buffer, kind=BufferKind.STATE) if is_state else buffer
+
+    return (replace(graph, buffers=tuple(map(common, graph.buffers))) for graph in graphs)
+
+
+def _renumbered(task: Task, kernels: Sequence[int]) -> Task:
+    if not isinstance(task.work, KernelWork):
+        return task
+    return replace(task, work=replace(task.work, kernel=kernels[task.work.kernel]))
+
+
+class _Modules:
+    """The modules of several graphs, by origin and code."""
+
+    def __init__(self) -> None:
+        self.items: list[Module] = []
+        self._known: dict[Hashable, int] = {}
+
+    def add(self, modules: Iterable[Module]) -> list[int]:
+        """The number of each of these modules."""
+        numbers = []
+        for module in modules:
+            number = self._known.setdefault((module.origin, sha256(module.code).digest()), len(self.items))
+            if number == len(self.items):
+                self.items.append(module)
+            numbers.append(number)
+        return numbers
+
+
+class _Kernels:
+    """The kernels of several graphs. What attributes one function is given serves every launch of it."""
+
+    def __init__(self) -> None:
+        self.items: list[Kernel] = []
+        self._known: dict[Hashable, int] = {}
+
+    def add(self, kernels: Iterable[Kernel]) -> list[int]:
+        """The number of each of these kernels, whose modules are numbered as all are."""
+        numbers = []
+        for kernel in kernels:
+            number = self._known.setdefault((kernel.module, kernel.symbol, kernel.parameters), len(self.items))
+            if number == len(self.items):
+                self.items.append(kernel)
+            known = self.items[number]
+            self.items[number] = replace(
+                known,
+                max_dynamic_smem_nbytes=max(known.max_dynamic_smem_nbytes, kernel.max_dynamic_smem_nbytes),
+                non_portable_cluster=known.non_portable_cluster or kernel.non_portable_cluster,
+            )
+            numbers.append(number)
+        return numbers
+
+
+class _Room:
+    """The WEIGHTS or STATE region of several graphs: equal constants, and states of one storage, lie in one place."""
+
+    def __init__(self, kind: BufferKind) -> None:
+        self._kind = kind
+        self.nbytes = 0
+        self._offsets: dict[Hashable, int] = {}
+
+    def place(self, buffer: Buffer) -> int:
+        """The offset of a buffer."""
+        key = self._key(buffer)
+        if key not in self._offsets:
+            alignment = max(WEIGHT_ALIGNMENT, buffer.alignment)
+            self._offsets[key] = -(-self.nbytes // alignment) * alignment
+            self.nbytes = self._offsets[key] + buffer.nbytes
+        return self._offsets[key]
+
+    def _key(self, buffer: Buffer) -> Hashable:
+        if self._kind is BufferKind.STATE:
+            return buffer.storage or object()
+        data = b"" if buffer.data is None else buffer.data
+        apart = buffer.name if buffer.is_replaceable else None
+        return (buffer.dtype, buffer.shape, buffer.alignment, sha256(data).digest(), apart)

@@ -1,0 +1,265 @@
+"""The choice of a schedule for a captured graph, and the passes before it; both targets share them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from nimblec.base.errors import CompileError
+from nimblec.base.ir import BUSY, Graph, KernelWork, Layout, Part, Schedule
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.schedule import estimates
+from nimblec.schedule.bound import arena_lower_bound
+from nimblec.schedule.dag import Dag, transitive_reduction
+from nimblec.schedule.dependencies import (
+    close_gaps,
+    dependencies,
+    programmatic_edges,
+    rename_workspaces,
+    with_programmatic_edges,
+)
+from nimblec.schedule.launch_order import interleaved
+from nimblec.schedule.lifetimes import lifetimes
+from nimblec.schedule.matching import maximum_matching
+from nimblec.schedule.memory import layout
+from nimblec.schedule.recompute import recomputed
+from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
+from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
+
+_AUTO_LIMITS = (2, 4, 8, 16)
+_CROSS_EDGE_NS = (500, 1_000, 2_000)
+_MOST_GOALS, _CLOSER = 4, 0.97
+_ESTIMATED_GAIN = 0.05
+
+T = TypeVar("T")
+
+
+class Measured(NamedTuple, Generic[T]):
+    """A measurement in nanoseconds. One that ``is_noisy`` was disturbed by other work and may be too long."""
+
+    ns: T
+    is_noisy: bool = False
+
+
+class Timer(Protocol):
+    """Measures plans of one program on the device they are for.
+
+    ``max_streams`` is the largest number of streams worth trying there, ``least_gain`` the part of a time that another
+    schedule must save: a smaller gain may be noise.
+    """
+
+    max_streams: int
+    least_gain: float
+
+    def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
+        """Measure each launch, copy and fill of a plan of one stream, in issue order."""
+
+    def duration(self, plan: Plan) -> Measured[int]:
+        """Measure one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A schedule with its memory layout, and how long a run takes."""
+
+    policy: str
+    schedule: Schedule
+    memory: Layout
+    duration_ns: int = 0
+    is_noisy: bool = False
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(
+            policy=self.policy,
+            stream_count=self.schedule.stream_count,
+            sync_count=len(self.schedule.waits),
+            arena_nbytes=self.memory.arena_nbytes,
+            duration_ns=self.duration_ns,
+        )
+
+
+def make_plan(
+    graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
+) -> Plan:
+    """The plan of one graph, without a golden record; see `choose_schedule`."""
+    part = choose_schedule(graph, provenance, timer, streams=streams, memory_limit=memory_limit)
+    return assemble([part], provenance)
+
+
+def choose_schedule(
+    graph: Graph, provenance: Provenance, timer: Timer | None, *, streams: str = "auto", memory_limit: int | None = None
+) -> Part:
+    """Return the graph with the best schedule and memory layout found.
+
+    ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
+    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
+    "tied-..." keep launches that were captured with a programmatic edge one after the other. Without a ``timer``
+    the fastest is found by estimates, and the result holds no durations, so that equal graphs give equal results.
+    Where times are noisy, the captured order is kept, and a note of the result says so. Where
+    the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
+    that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by policies
+    "recompute-..."; CompileError where that does not suffice either.
+    """
+    graph = close_gaps(rename_workspaces(graph))
+    dag = dependencies(graph)
+    captured = _try("1", graph, serial(dag))
+    if timer is None:
+        most, least_gain = estimates.MACHINES[provenance.target].max_streams, _ESTIMATED_GAIN
+        durations: Sequence[int] = estimates.command_ns(graph, provenance.target)
+    else:
+        most, least_gain = timer.max_streams, timer.least_gain
+        durations = timer.command_durations(_timed(graph, captured, provenance)).ns
+    graph = _with_durations(graph, durations)
+    if streams == "auto" and timer is not None:
+        graph = _with_faster_edges(graph, captured, provenance, timer)
+    tried = [
+        captured if policy == captured.policy else _try(policy, graph, schedule)
+        for policy, schedule in _schedules(graph, dag, streams, most)
+    ]
+    fitting = tried
+    if memory_limit is not None:
+        fitting = _fitting(tried, memory_limit) or _fitting(
+            [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", most)], memory_limit
+        )
+        if not fitting:
+            graph, dag, fitting = _recomputing(graph, captured, memory_limit, most)
+    if len(fitting) > 1:
+        fitting = _with_times(graph, fitting, provenance, timer)
+    chosen = _choose(fitting, least_gain)
+    notes = (BUSY,) if chosen is fitting[0] and any(t.is_noisy for t in fitting) else ()
+    if timer is None:
+        graph = _with_durations(graph, [0] * len(graph.tasks))
+        fitting = [replace(t, duration_ns=0) for t in fitting]
+    record = ScheduleRecord(
+        policy=chosen.policy,
+        antichain=_positions(certificate(dag), chosen.schedule),
+        arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, chosen.schedule)),
+        candidates=tuple(t.candidate for t in fitting),
+        fewest_sync_count=_fewest_syncs(dag),
+    )
+    return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record, notes=notes)
+
+
+def _with_durations(graph: Graph, durations: Sequence[int]) -> Graph:
+    return replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
+
+
+def _with_times(graph: Graph, tried: Sequence[_Tried], provenance: Provenance, timer: Timer | None) -> list[_Tried]:
+    """Return the schedules with the times of their runs, estimated without a ``timer``.
+
+    If the time of the first is noisy, the others are not measured: nothing can be compared with it.
+    """
+    if timer is None:
+        return [replace(t, duration_ns=estimates.run_ns(graph, t.schedule, provenance.target)) for t in tried]
+    timed: list[_Tried] = []
+    for each in tried:
+        ns, is_noisy = timer.duration(_timed(graph, each, provenance))
+        timed.append(replace(each, duration_ns=ns, is_noisy=is_noisy))
+        if timed[0].is_noisy:
+            return [*timed, *tried[1:]]
+    return timed
+
+
+def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, Dag, list[_Tried]]:
+    """The graph with recomputed tasks, their order, and schedules within the limit; raises CompileError for none."""
+    least, goal = captured.memory.arena_nbytes, memory_limit
+    for _ in range(_MOST_GOALS):
+        smaller = recomputed(graph, goal)
+        dag = dependencies(smaller)
+        tried = [_try(f"recompute-{p}", smaller, s) for p, s in _schedules(smaller, dag, "auto", most)]
+        if fitting := _fitting(tried, memory_limit):
+            return smaller, dag, fitting
+        found = min(t.memory.arena_nbytes for t in tried)
+        least, goal = min(least, found), int(goal * memory_limit / found * _CLOSER)  # the arena has holes
+    raise CompileError(
+        f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
+    )
+
+
+def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
+    """A plan to time.
+
+    On a GPU its launches have no accesses, which may be tens of thousands, and serve only checks of a plan. On the
+    CPU they determine which launches form one session.
+    """
+    if provenance.target is Target.CUDA:
+        tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
+        graph = replace(graph, tasks=tuple(tasks))
+    return assemble([Part(graph=graph, schedule=tried.schedule, memory=tried.memory)], provenance)
+
+
+def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
+    """The graph without its programmatic edges, if the captured order is faster without them.
+
+    A kernel that starts early takes room on the multiprocessors from those before it.
+    """
+    if not programmatic_edges(graph):
+        return graph
+    plain = replace(graph, tasks=tuple(replace(t, programmatic_after=None) for t in graph.tasks))
+    early, late = (timer.duration(_timed(g, captured, provenance)) for g in (graph, plain))
+    return plain if late.ns < early.ns * (1 - timer.least_gain) and not early.is_noisy else graph
+
+
+def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
+    """The schedules to try for a policy, the captured order first."""
+    durations = [t.duration_ns for t in graph.tasks]
+    if streams == "1":
+        yield "1", serial(dag)
+    elif streams == "max":
+        yield "max", maximal(dag, programmatic_edges(graph))
+    elif streams != "auto":
+        yield streams, limited(dag, int(streams), durations)
+    else:
+        yield from _automatic(graph, dag, durations, most)
+        if programmatic_edges(graph):
+            tied = with_programmatic_edges(dag, graph)
+            for policy, schedule in _automatic(graph, tied, durations, most):
+                if policy != "1":
+                    yield f"tied-{policy}", schedule
+
+
+def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> Iterator[tuple[str, Schedule]]:
+    yield "1", serial(dag)
+    widest = maximal(dag, programmatic_edges(graph))
+    counts = [n for n in _AUTO_LIMITS if n <= most and n < widest.stream_count]
+    for count in counts:
+        yield str(count), limited(dag, count, durations)
+    if 1 < widest.stream_count <= most:
+        yield "max", widest
+        yield "max-interleaved", interleaved(graph, widest)
+    for count in counts[-2:]:
+        for cost in _CROSS_EDGE_NS:
+            yield f"critical-path-{count}/{cost}ns", critical_path(dag, durations, cost, count)
+
+
+def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:
+    return _Tried(policy=policy, schedule=schedule, memory=layout(graph, schedule))
+
+
+def _fewest_syncs(dag: Dag) -> int:
+    """|E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
+    reduced = transitive_reduction(dag)
+    matched = sum(after is not None for after in maximum_matching(reduced))
+    return len(reduced.edges) - matched
+
+
+def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
+    return [t for t in tried if t.memory.arena_nbytes <= memory_limit]
+
+
+def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:
+    """Return the first schedule (the captured order) unless another one saves more than ``least_gain`` of its time.
+
+    Of those from which the fastest saves no more than that, the one with the least memory is taken. Other work only
+    adds to a time, so one that is noisy and short is short; but nothing can be compared with a noisy first one.
+    """
+    fastest = min(t.duration_ns for t in tried)
+    as_fast = [t for t in tried if fastest >= t.duration_ns * (1 - least_gain)]
+    if tried[0].is_noisy or tried[0] in as_fast:
+        return tried[0]
+    return min(as_fast, key=lambda t: t.memory.arena_nbytes)
+
+
+def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    place: Mapping[int, int] = {task: position for position, task in enumerate(schedule.order)}
+    return tuple(sorted(place[t] for t in tasks))

@@ -1,0 +1,1 @@
+"""Capture models written in PyTorch."""

@@ -1,0 +1,91 @@
+"""Hand a model of this process to the capture process, a fresh one for CUPTI and the allocator.
+
+The model is exported here by torch.export. A pickled module would not be the same: classes drop
+attributes when they are pickled, lambdas and hooks cannot be pickled, and what libraries keep outside of
+modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.options import Options
+from nimblec.base.source import Source
+from nimblec.pytorch import sources
+from nimblec.pytorch.borrowed import borrowed
+from nimblec.pytorch.export_errors import exporting
+from nimblec.pytorch.model import ModelCall, as_module, is_compiled, place_call
+from nimblec.pytorch.outputs import missing_outputs, results_by_name
+from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.pytorch.state import declared_writes, refuse_autocast, storages, written_by
+
+
+def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:
+    """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
+
+    Returns the files as a source, the options that remain, and notes for the user. An ExportedProgram for
+    several sizes is written as it is. Raises TraceError where torch.export refuses the model, with the
+    user's line at which it stopped. The source lists tensors that entries share and write, since each file
+    has its own copy.
+    """
+    if options.sizes:
+        path = folder / "model.pt2"
+        torch.export.save(sources.dynamic_program(source, options).program, path)
+        return Source(kind="exported", model=str(path), labels=source.labels), options, ()
+    calls = sources.load(source, options)
+    for call in calls.values():
+        refuse_autocast(
+            call.name,
+            call.module,
+            "which casts otherwise on the CPU, where it would be exported: name a function that returns the step, "
+            "package.module:callable",
+        )
+    options = replace(options, inputs=(), dims=(), examples=())  # these are in the files
+    held = {entry: storages(call.module) for entry, call in calls.items()}
+    paths: dict[str, Path] = {}
+    written: set[int] = set()
+    notes: tuple[str, ...] = ()
+    for entry, call in calls.items():
+        paths[entry] = folder / f"model_{len(paths)}.pt2"
+        program, said = _export(call, paths[entry])
+        notes += said
+        others = {storage for other in held if other != entry for storage in held[other].values()}
+        if others & {*held[entry].values()}:
+            names = declared_writes(call.module) or written_by(call.name, program)
+            written |= {held[entry][name] for name in names} & others
+    numbers = {storage: number for number, storage in enumerate(sorted(written))}
+    entries = {
+        entry: Source(
+            kind="exported",
+            model=str(path),
+            shared=tuple((name, numbers[storage]) for name, storage in held[entry].items() if storage in numbers),
+        )
+        for entry, path in paths.items()
+    }
+    if source.kind != "entries":
+        return entries["main"], options, notes
+    return Source(kind="entries", entries=tuple(entries.items())), options, notes
+
+
+def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Write one call to ``path``; returns what was exported, and notes for the user."""
+    if is_compiled(call.module):
+        raise UnsupportedModelError(
+            f"{call.name} was returned by torch.compile, whose kernels cannot be given to another process: compile "
+            "the plain module, or name it package.module:callable"
+        )
+
+    with borrowed(call.module):
+        module = as_module(call.module)
+        # A function's own tensors stay where they are, and so do its arguments.
+        device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
+        placed = place_call(call, device=device)
+        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
+        module.register_forward_hook(results_by_name)  # removed at the end of the loan
+        with exporting(call.name, "torch.export"):
+            program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
+            torch.export.save(program, path)
+    return program, (*placed.notes, *missing)

@@ -1,1 +1,0 @@
-"""New weights for a loaded plan: the parts that both targets share."""

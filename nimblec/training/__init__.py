@@ -1,0 +1,1 @@
+"""Capture training steps written in PyTorch."""

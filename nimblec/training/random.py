@@ -1,0 +1,158 @@
+"""Random numbers of a training step: Philox 4x32-10 in plain integer operators, its seed and offset tensors.
+
+J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). The numbers are not torch's: the
+counter of four of them is the offset and their position in the tensor, which depends on no device.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.pytorch.aten_graph import is_deterministic
+
+aten = torch.ops.aten
+
+_WORD = (1 << 32) - 1
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LEADING = _WORD - 255
+"""The leading 24 bits of a word: what a float32 holds exactly."""
+
+
+def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
+    """Four words (int64, 0 to 2^32 - 1) for each ``counter`` (int64), which is the low half of Philox's own."""
+    keys = [seed & _WORD, seed >> 32 & _WORD]
+    zero = torch.zeros_like(counter)
+    words = [counter & _WORD, counter >> 32 & _WORD, zero, zero]
+    for number in range(_ROUNDS):
+        left, right = ((key + number * weyl) & _WORD for key, weyl in zip(keys, _WEYL, strict=True))
+        # Products of int64 are modulo 2^64, so that their upper words are right, too.
+        first, second = (words[i] * m for i, m in zip((0, 2), _MULTIPLIERS, strict=True))
+        words = [
+            (second >> 32 & _WORD) ^ words[1] ^ left,
+            second & _WORD,
+            (first >> 32 & _WORD) ^ words[3] ^ right,
+            first & _WORD,
+        ]
+    return words
+
+
+class Draws(TorchDispatchMode):
+    """Makes ATen calls draw the random numbers of one step from a seed and an offset.
+
+    ``used`` is how far they advance the offset.
+    """
+
+    def __init__(self, seed: Tensor, offset: Tensor) -> None:
+        TorchDispatchMode.__init__(self)
+        self.used = 0
+        self._seed = seed
+        self._offset = offset
+        self._instead: dict[OpOverload, Callable[..., Any]] = {
+            aten.native_dropout.default: self._dropout,
+            aten.bernoulli.default: partial(_returned, self._bernoulli),
+            aten.bernoulli.p: partial(_returned, self._bernoulli),
+            aten.bernoulli_.float: partial(_written, self._coin),
+            aten.bernoulli_.Tensor: partial(_written, self._bernoulli),
+            aten.rand_like.default: partial(_like, self._uniform),
+            aten.randn_like.default: partial(_like, self._normal),
+            aten.rand.default: partial(_sized, self._uniform),
+            aten.randn.default: partial(_sized, self._normal),
+            aten.uniform_.default: partial(_written, self._uniform),
+            aten.normal_.default: partial(_written, self._normal),
+        }
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
+
+    def _drawn(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers in [0, 1), float32."""
+        count = math.prod(shape)
+        quarter = -(-count // 4)
+        counters = torch.arange(quarter, device=device) + (self._offset + self.used)
+        self.used += quarter
+        words = torch.cat(philox(self._seed, counters))[:count].reshape(shape)
+        return (words & _LEADING).to(torch.float32) * 2.0**-32
+
+    def _uniform(self, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return (self._drawn(like.shape, like.device) * (high - low) + low).to(like.dtype)
+
+    def _normal(self, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        """By Box and Muller."""
+        radius, angle = self._drawn((2, *like.shape), like.device).unbind()
+        drawn = (-2 * (1 - radius).log()).sqrt() * (2 * math.pi * angle).cos()
+        return (drawn * std + mean).to(like.dtype)
+
+    def _bernoulli(self, like: Tensor, p: float | Tensor | None = None) -> Tensor:
+        """Ones with the probability ``p``, or that of each element of ``like``; else zeros."""
+        return (self._drawn(like.shape, like.device) < (like if p is None else p)).to(like.dtype)
+
+    def _coin(self, like: Tensor, p: float = 0.5) -> Tensor:
+        return self._bernoulli(like, p)
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        if train is False or not p:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        kept = self._drawn(x.shape, x.device) >= p
+        return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+
+
+_Draw: TypeAlias = Callable[..., Tensor]
+
+
+def _returned(draw: _Draw, tensor: Tensor, *given: Any, generator: Any = None) -> Tensor:
+    _refuse_generator(generator)
+    return draw(tensor, *given)
+
+
+def _written(draw: _Draw, tensor: Tensor, *given: Any, generator: Any = None) -> Tensor:
+    _refuse_generator(generator)
+    return tensor.copy_(draw(tensor, *given))
+
+
+def _like(draw: _Draw, tensor: Tensor, *, dtype: torch.dtype | None = None, **_layout: Any) -> Tensor:
+    return draw(tensor.to(dtype or tensor.dtype))
+
+
+def _sized(
+    draw: _Draw,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_layout: Any,
+) -> Tensor:
+    return draw(torch.zeros(size, dtype=dtype, device=device))
+
+
+def _refuse_generator(generator: Any) -> None:
+    if generator is not None:
+        raise UnsupportedModelError(
+            "the model draws from a generator of its own, which a plan cannot hold: draw from torch's default one, "
+            "which a plan replaces by a seed and an offset in its state"
+        )
+
+
+def refuse_other_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a call that draws random numbers in a way that `Draws` does not know."""
+    draws = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+    if draws and not is_deterministic(func, args, kwargs):
+        raise UnsupportedModelError(
+            f"training_step: {func} draws random numbers inside its kernel: use dropout, torch.rand or "
+            "torch.bernoulli instead, and for attention the math backend "
+            "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+        )

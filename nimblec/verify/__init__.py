@@ -1,1 +1,0 @@
-"""The checks of a plan: its structure, the proof of its width, and a comparison with ONNX Runtime."""
