@@ -9,4 +9,4 @@ VERSION = "0.1.0"
 
 def package_folders() -> tuple[Path, Path]:
     """The folders of nimblec and nimblert."""
-    return Path(__file__).parent, Path(next(iter(nimblert.__path__)))
+    return Path(__file__).parent.parent, Path(next(iter(nimblert.__path__)))

@@ -7,7 +7,7 @@ named package.module:callable is imported from the current folder all the same: 
 import os
 import sys
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is not loaded yet
+_ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]  # noqa: PTH100 - pathlib is not loaded yet
 
 
 def _is_the_program() -> bool:
