@@ -33,7 +33,7 @@ from bench.tables import header, mib, number, row
 from nimblec.base.difference import difference
 from nimblert import golden
 from nimblert.arena import Arena
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Target

@@ -17,7 +17,7 @@ import numpy as np
 from bench import environment
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "cold_start.json"
 _REPEATS = 7

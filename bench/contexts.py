@@ -35,7 +35,7 @@ from bench.compiling import plan_of
 from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblec.cli.measure import measure, taking_turns
 from nimblert import golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.context import Context
 
 INPUTS = 8

@@ -84,7 +84,7 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
     """Growth of this process by ``count`` plans or sessions that are loaded and run once."""
     from nimblert import golden, load
-    from nimblert.check.reading import read_plan
+    from nimblert.check.verify import read_plan
     from nimblert.cpu import backend as cpu
     from nimblert.cpu.onnx_session import onnxruntime
 

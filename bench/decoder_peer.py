@@ -29,7 +29,7 @@ from bench.turns import Turn, add_turns
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblec.inspect.state_uses import state_uses
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.executable import load
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region
 

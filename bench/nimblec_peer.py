@@ -30,7 +30,7 @@ from bench.turns import Turn, add_arguments
 from nimblec.base.options import Options
 from nimblert import golden
 from nimblert.check.hazards import hazards
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import profiling
 from nimblert.executable import Executable, load
 from nimblert.plan import Launch, Plan, Program, Record, Tensor, Wait

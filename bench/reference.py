@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from nimblec.base.difference import difference
 from nimblec.pytorch.model import set_arithmetic
 from nimblec.pytorch.sources import import_callable
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 
 _SEED = 0  # the same as in nimblec's capture, so that its plan holds the same weights
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

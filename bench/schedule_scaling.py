@@ -25,7 +25,7 @@ from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import critical_path, limited, maximal, serial
 from nimblert.check.hazards import hazards
-from nimblert.cuda.edges import edges
+from nimblert.cuda.graph import edges
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "schedule_scaling.json"
 PLANNING = ("dependencies", "streams", "memory")

@@ -34,7 +34,7 @@ from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
 from bench.turns import Turn, add_arguments
 from nimblec.base.options import read_options, read_sizes
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import InputError
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Target

@@ -19,7 +19,7 @@ import nimblert
 from bench import environment
 from bench.memory import SLACK_NBYTES, Held, grown, held
 from nimblert import golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.executable import Executable
 
 INPUTS = 8

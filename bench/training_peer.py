@@ -35,7 +35,7 @@ from bench.turns import Turn, add_turns
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblec.training.state import autocasting
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.executable import load
 from nimblert.plan import Plan
 

@@ -15,7 +15,7 @@ except ModuleNotFoundError as exc:
         raise
     sys.exit("docs/api.py: pdoc is not installed, and this needs it: pip install '.[docs]'")
 
-MODULES = ("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*", "nimblert.plan.commands", "nimblert.plan")
+MODULES = ("nimblec", "!nimblec[.].*", "nimblert", "!nimblert[.].*", "nimblert.plan.records", "nimblert.plan")
 """The public modules. All others are internal and change without notice."""
 
 

@@ -11,7 +11,7 @@ from nimblec.schedule import bound, check, matching, memory, streams
 from nimblec.schedule.dag import transitive_reduction
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.lifetimes import Lifetimes, lifetimes
-from nimblert.cuda import edges
+from nimblert.cuda import graph
 from nimblert.plan import Command, Record, Wait
 
 
@@ -103,7 +103,7 @@ def chains(graph: Graph) -> Lines:
 
 def issued(commands: Sequence[Command], names: Sequence[str]) -> Lines:
     """Commands, one per line, with the edges that follow from streams and events."""
-    derived = iter(edges.edges(commands))
+    derived = iter(graph.edges(commands))
     place = 0
     for command in commands:
         match command:

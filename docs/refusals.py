@@ -10,7 +10,7 @@ import onnx
 from plan_bytes import Lines
 
 from nimblec.cpu import capture
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import NimbleError
 from nimblert.executable import load

@@ -34,7 +34,7 @@ from nimblec.plan.planning import Measured, make_plan
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblert import golden
-from nimblert.check.reading import parse_plan
+from nimblert.check.verify import parse_plan
 from nimblert.cpu.backend import CpuLoaded
 from nimblert.cpu.host_memory import HostMemory
 from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime, session_options

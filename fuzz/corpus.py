@@ -12,8 +12,8 @@ import numpy as np
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from nimblert import golden
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.check.reading import parse_plan
+from nimblert.arrays.layouts import numpy_dtype
+from nimblert.check.verify import parse_plan
 from nimblert.errors import DeviceMismatchError, InputError, PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Program, Target, container

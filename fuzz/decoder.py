@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fuzz.campaign import Fuzzer, main
 from nimblert.check.hazards import hazards
-from nimblert.check.reading import parse_plan
+from nimblert.check.verify import parse_plan
 from nimblert.errors import PlanError
 from nimblert.plan import container, schema
 

@@ -21,13 +21,13 @@ from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge as judge_file
 from nimblec.plan import encoder
 from nimblert._generated.onnx_operators import OPERATORS, OPSETS
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import onnx_operators, onnx_rules
 from nimblert.check.onnx_model import ELEMENT_TYPES
 from nimblert.check.protobuf import Budget
 from nimblert.cpu.onnx_session import open_session, ort_value, runtime_errors
 from nimblert.plan import ITEM_NBYTES, Tensor
-from nimblert.plan.limits import DEFAULT_LIMITS
+from nimblert.plan.records import DEFAULT_LIMITS
 
 _DTYPES = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
 _SMALL = (0, 1, 2, 3, 4, 8, -1, -2)

@@ -13,7 +13,7 @@ from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
 from fuzz.corpus import judge
 from nimblec.plan import encoder
-from nimblert.check.reading import parse_plan
+from nimblert.check.verify import parse_plan
 from nimblert.errors import PlanFormatError
 from nimblert.plan import ITEM_NBYTES, Launch, Plan
 

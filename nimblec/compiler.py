@@ -13,7 +13,7 @@ from nimblec.base.source import Source
 from nimblec.base.stages import Observer, Stopwatch, stage
 from nimblec.find_source import find_source
 from nimblec.plan.plan_cache import compile_once
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError, DeviceMismatchError
 from nimblert.plan import Plan, Target

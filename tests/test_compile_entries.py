@@ -29,7 +29,7 @@ from nimblec.pytorch.state import share
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Device, Plan, Target
 
 

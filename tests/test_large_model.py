@@ -49,7 +49,7 @@ import numpy as np
 import memory_use
 import nimblert
 from nimblert.plan import container
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 
 uses = [memory_use.current()]
 plan = read_plan(sys.argv[1])

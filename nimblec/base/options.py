@@ -16,7 +16,7 @@ import numpy as np
 
 from nimblec.base.errors import ArgumentError, CompileError
 from nimblert.plan import ITEM_NBYTES, Profile
-from nimblert.plan.limits import is_integer
+from nimblert.plan.records import is_integer
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 

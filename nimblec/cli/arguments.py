@@ -21,7 +21,7 @@ from nimblec.base.options import (
     read_spec,
     read_streams,
 )
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 from nimblert.plan.files import replacing

@@ -9,7 +9,7 @@ from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import dot, inspection, trace
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan.files import replacing
 
 

@@ -18,7 +18,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from nimblec.onnx_import import model_file
 from nimblec.onnx_import.external_data import external_tensors, read_tensor
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
 

@@ -29,7 +29,7 @@ from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.check.protobuf import Budget
 from nimblert.cpu.onnx_session import nchwc_block_size
 from nimblert.plan import Kernel, Module, Parameter, ParameterKind
-from nimblert.plan.limits import DEFAULT_LIMITS
+from nimblert.plan.records import DEFAULT_LIMITS
 
 _POINTER_NBYTES = 8
 

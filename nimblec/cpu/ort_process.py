@@ -16,7 +16,7 @@ from nimblec.base.errors import CompileError
 from nimblec.base.processes import environment
 from nimblec.cpu import ort_worker
 from nimblec.cpu.ort_worker import RefusedError, Value
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 
 LOOP_LIMIT_S = 120
 """Seconds for a request with a model that has loops: one may be endless."""

@@ -17,7 +17,7 @@ from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.onnx_import.model_file import ModelTensor
 from nimblert import golden
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Profile
 
 Arrays = Mapping[str, np.ndarray]

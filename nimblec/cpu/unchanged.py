@@ -9,7 +9,7 @@ from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.onnx_import.external_data import read_bytes
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 
 
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:

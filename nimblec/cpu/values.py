@@ -20,8 +20,8 @@ from nimblec.cpu.optimizer import SHAPE_ARITHMETIC, OptimizedModel
 from nimblec.cpu.ort_worker import Feed, RefusedError
 from nimblec.onnx_import import model_nodes, model_shapes
 from nimblec.onnx_import.model_file import ModelTensor
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.check.extents import MAX_RANK
+from nimblert.arrays.layouts import numpy_dtype
+from nimblert.check.bounds import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})

@@ -18,7 +18,7 @@ from nimblec.inspect.verification import Check, Result, check_name
 from nimblec.onnx_import import model_file, model_nodes, model_shapes
 from nimblec.onnx_import.input_arrays import make_constant
 from nimblert import golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Program

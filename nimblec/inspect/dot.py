@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from nimblec.inspect.timeline import Span, Timeline, kind, timeline, visible
-from nimblert.cuda.edges import Edge, edges
+from nimblert.cuda.graph import Edge, edges
 from nimblert.plan import Plan, Program
 
 _HUE_STEP = 0.381966

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nimblert.cuda.edges import Edge, edges
+from nimblert.cuda.graph import Edge, edges
 from nimblert.plan import Command, Launch, Memcpy, Memset, Program, Record, Wait, Work
 
 UNIT_NS = 1000
@@ -66,7 +66,7 @@ class Timeline:
 def timeline(program: Program) -> Timeline:
     """Simulate the streams and events of a verified program with the durations of its commands.
 
-    Work starts when all that it depends on has ended (`nimblert.cuda.edges`). Streams do not slow each
+    Work starts when all that it depends on has ended (`nimblert.cuda.graph`). Streams do not slow each
     other down (true of small kernels, an underestimate for those that fill the machine), and events
     and launches cost nothing. A command that was not measured takes as long as the shortest that was.
     """

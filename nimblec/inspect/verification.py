@@ -10,7 +10,7 @@ from nimblec.inspect import certificate
 from nimblec.plan import fits
 from nimblert import golden
 from nimblert.check import hazards
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
 from nimblert.golden import Verdict

@@ -10,7 +10,7 @@ from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.options import InputSpec
 from nimblec.onnx_import import model_file
 from nimblec.onnx_import.model_file import ModelTensor
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 
 _CONVERTED = {"b": "iu", "i": "iu", "u": "iu", "f": "iuf", "c": "iufc"}
 """The kinds of numpy dtypes that a constant for an input of each kind may have besides the input's own."""

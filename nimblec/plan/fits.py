@@ -18,8 +18,8 @@ from nimblec.base.difference import difference, numbers
 from nimblec.base.errors import CompileError
 from nimblert import golden
 from nimblert.arrays import layouts
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.check.state_rules import writes_state
+from nimblert.arrays.layouts import numpy_dtype
+from nimblert.check.program_rules import writes_state
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program, Target

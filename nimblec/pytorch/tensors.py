@@ -8,7 +8,7 @@ import torch
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import sample_range
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 
 T = TypeVar("T", torch.Tensor, np.ndarray)
 

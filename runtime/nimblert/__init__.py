@@ -19,7 +19,7 @@ from nimblert.errors import (
 )
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan
-from nimblert.plan.limits import Limits
+from nimblert.plan.records import Limits
 from nimblert.pool import ExecutablePool, load_pool
 from nimblert.telemetry import CommandTime, ObservedCall, observe
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Target
-from nimblert.plan.limits import is_integer
+from nimblert.plan.records import is_integer
 
 if TYPE_CHECKING:
     from nimblert.plan.container import Source
@@ -47,7 +47,7 @@ class Arena:
     @classmethod
     def for_plans(cls, *plans: "Plan | Source", device: int = 0) -> Self:
         """An arena as large as the largest of these plans needs. Raises InputError, PlanError."""
-        from nimblert.check.reading import read_plan
+        from nimblert.check.verify import read_plan
 
         parsed = [plan if isinstance(plan, Plan) else read_plan(plan) for plan in plans]
         targets = {plan.target for plan in parsed}

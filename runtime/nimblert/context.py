@@ -320,7 +320,7 @@ class Context(_Runs):
 
         Raises InputError where the region does not hold them.
         """
-        from nimblert.check.extents import extent_problems, region_sizes
+        from nimblert.check.bounds import extent_problems, region_sizes
 
         for sentence in extent_problems("read", pointer, nbytes, region_sizes(self.plan, self._last)):
             raise InputError(sentence)

@@ -16,7 +16,7 @@ from nimblert.calls.entries import Signature
 from nimblert.context import Arrays, Context
 from nimblert.errors import DeviceMismatchError, InputError, NimbleError, PlanInvalidError
 from nimblert.plan import Device, Plan, Target, Tensor
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Golden, GoldenOutput, Program
 
 SAMPLE_COUNT = 64

@@ -9,7 +9,7 @@ import numpy as np
 from nimblert.errors import DeviceMismatchError, InputError
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Target, Tensor
-from nimblert.plan.limits import is_integer
+from nimblert.plan.records import is_integer
 
 if TYPE_CHECKING:
     from nimblert.calls.refitting import NewWeights
@@ -24,7 +24,7 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
 
     def __init__(self, executables: Sequence[Executable]) -> None:
         first, *_ = self.executables = tuple(executables)
-        from nimblert.check.state_rules import keeps_state
+        from nimblert.check.program_rules import keeps_state
 
         if keeps_state(first.plan):
             raise InputError("the plan has state, and a pool's calls run on any device: load it on each, with load()")

@@ -31,7 +31,7 @@ def main(target: str, threads: int | None = None) -> int:
 
     now = time.perf_counter()
     from nimblert import executable, golden
-    from nimblert.check.reading import read_plan
+    from nimblert.check.verify import read_plan
     from nimblert.cuda import driver
 
     if target == "cuda":

@@ -28,7 +28,7 @@ from rows import Probe, Rows, count_rows, served_programs
 from starlette.exceptions import HTTPException
 
 import nimblert
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Target
 
 MOST_ONGOING = 256

@@ -13,7 +13,7 @@ from fuzz import wrapped
 from nimblert.check import verify
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import Memset, Plan, Pointer, Region
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 node = helper.make_node
 

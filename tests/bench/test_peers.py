@@ -13,7 +13,7 @@ import pytest
 from bench import calls, environment, peers, peers_table, resume, running
 from bench.nimblec_peer import work
 from bench.turns import Job, Result
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Launch
 
 

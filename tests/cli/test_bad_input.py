@@ -22,7 +22,7 @@ from plans import H200, cuda_plan
 from subprocesses import ROOT, SOURCES
 
 from nimblec.plan import encoder
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.plan import Device
 from nimblert.plan.files import scratch_folder

@@ -15,7 +15,7 @@ from plans import cpu_plan, cuda_plan
 
 from nimblec.inspect.inspection import describe
 from nimblec.plan import encoder
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Plan, ScheduleRecord
 
 ROOT = Path(__file__).parents[2]

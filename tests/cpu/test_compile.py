@@ -31,7 +31,7 @@ from nimblec.onnx_export.translations import COMMON
 from nimblec.pytorch.model import place
 from nimblec.pytorch.state import WithState
 from nimblert import executable, golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cpu.onnx_session import session_options
 from nimblert.cpu.onnx_threads import Pool
 from nimblert.plan import Plan

@@ -19,8 +19,7 @@ from host_driver import HostDriver
 import nimblert
 from nimblert import CudaError, Executable, InputError
 from nimblert.arrays import layouts
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import element_strides
+from nimblert.arrays.layouts import element_strides, numpy_dtype
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.graph import Step

@@ -12,7 +12,7 @@ from verdicts import verdicts
 import nimblec
 from nimblec.base.options import read_options
 from nimblec.compiler import compile_model
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.golden import Verdict
 from nimblert.plan import Command, Launch, Plan
 

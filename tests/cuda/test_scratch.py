@@ -10,7 +10,7 @@ import nimblert
 from nimblec.base.ir import LIBRARY_MEMORY, BufferKind
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Content, Place
 from nimblert import golden
-from nimblert.check.state_rules import keeps_state
+from nimblert.check.program_rules import keeps_state
 
 if TYPE_CHECKING:
     from gpu_compile import GpuCompiler

@@ -24,7 +24,7 @@ from nimblec.cuda.request import CompileRequest
 from nimblec.plan.lean import DifferingOutput
 from nimblec.plan.planning import Measured
 from nimblec.pytorch.model import TorchModel, place
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError
 from nimblert.plan import Device, Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuzz import corpus, decoder, plans
-from nimblert.check.reading import parse_plan, read_plan
+from nimblert.check.verify import parse_plan, read_plan
 from nimblert.errors import PlanError, PlanInvalidError
 from nimblert.plan import container
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nimblec.cli import report
 from nimblec.inspect import inspection
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Plan, Pointer, Region
 
 

@@ -11,8 +11,8 @@ from cuda.bindings.driver import CUresult
 from host_driver import HostDriver
 
 from nimblert.cuda import driver
-from nimblert.cuda.blocks import BlockPool, PooledBlock
 from nimblert.cuda.driver import Context
+from nimblert.cuda.memory import BlockPool, PooledBlock
 from nimblert.errors import CudaError, InputError
 
 SIZES = 64, 128

@@ -17,7 +17,7 @@ from examples import examples
 from hypothesis import given
 
 from nimblec.plan import encoder
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Launch, Module, Plan, Program, Region, Tensor, Weight, decoder, schema
 from nimblert.plan.decoder import FlatBuffer

@@ -15,7 +15,7 @@ import plans
 import pytest
 
 from nimblec.plan import encoder
-from nimblert.check.reading import parse_plan, read_plan
+from nimblert.check.verify import parse_plan, read_plan
 from nimblert.errors import InputError, NimbleError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.plan import Plan, Weight, container
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from subprocesses import python
 
 from nimblec.plan import encoder
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cpu import onnx_session
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import (

@@ -16,7 +16,7 @@ from host_driver import HostDriver
 
 import nimblert
 from nimblert import CudaError, Executable, InputError
-from nimblert.cuda.blocks import BlockPool
+from nimblert.cuda.memory import BlockPool
 from nimblert.plan import ITEM_NBYTES, Memcpy, Memset, Plan, Pointer, Region
 
 pytest_plugins = ("gpu_memory",)

@@ -14,7 +14,7 @@ from nimblec.schedule.dag import scheduled_ancestors, task_set
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblert.cuda import graph
-from nimblert.cuda.edges import Edge, edges
+from nimblert.cuda.graph import Edge, edges
 from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
 
 

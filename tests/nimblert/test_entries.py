@@ -15,7 +15,7 @@ import nimblert
 from nimblec.plan import encoder
 from nimblert.calls.entries import Signature
 from nimblert.check import verify
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.plan import Plan

@@ -22,7 +22,7 @@ from subprocesses import python
 import nimblert
 from nimblec.plan import encoder
 from nimblert import Limits
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.errors import InputError, PlanError, PlanFormatError, PlanInvalidError
 from nimblert.executable import Executable
 from nimblert.plan import Plan, Pointer, Region, container

@@ -18,7 +18,7 @@ from subprocesses import ROOT, python
 import nimblert
 from nimblec.plan import encoder
 from nimblert import Arena, CudaError, Executable, InputError, Limits, golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.context import Context
 from nimblert.cuda import driver
 from nimblert.plan import Plan

@@ -15,7 +15,7 @@ from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
 from nimblert.check.hazards import hazards
-from nimblert.cuda.edges import edges
+from nimblert.cuda.graph import edges
 from nimblert.plan import (
     Access,
     Command,

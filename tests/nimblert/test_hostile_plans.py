@@ -43,7 +43,7 @@ from nimblert.plan import (
     Role,
     Tensor,
 )
-from nimblert.plan.limits import Limits
+from nimblert.plan.records import Limits
 
 node = helper.make_node
 RNG = np.random.default_rng(0)

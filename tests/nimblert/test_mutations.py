@@ -19,7 +19,7 @@ import pytest
 from sized_plans import sized
 
 from nimblec.plan import encoder
-from nimblert.check.reading import parse_plan
+from nimblert.check.verify import parse_plan
 from nimblert.errors import PlanError
 from nimblert.plan import Plan, container, schema
 

@@ -19,7 +19,7 @@ import nimblert
 from nimblec.plan import encoder
 from nimblec.plan.refit_programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, Executable, ExecutablePool, InputError, load_pool
-from nimblert.check.state_rules import keeps_state
+from nimblert.check.program_rules import keeps_state
 from nimblert.plan import Memcpy, Plan, Pointer, Region, Weight
 
 pytest_plugins = ("gpu_memory",)

@@ -14,7 +14,7 @@ from nimblec.plan import encoder
 from nimblert.arrays import layouts
 from nimblert.calls.sizes import Sizes
 from nimblert.check import verify
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import InputError

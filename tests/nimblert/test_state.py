@@ -16,7 +16,7 @@ from kept_state import keeping
 
 import nimblert
 from nimblec.plan import encoder
-from nimblert.calls import safetensors
+from nimblert.calls import refitting
 from nimblert.check import verify
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
@@ -253,7 +253,7 @@ def test_a_long_name_is_shortened_in_a_refusal() -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     refused = pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file")
-    with refused, safetensors.opened(tmp_path / name):
+    with refused, refitting.opened(tmp_path / name):
         pass
 
 

@@ -20,7 +20,7 @@ from nimblec.inspect.verification import Result
 from nimblec.plan import encoder
 from nimblert import golden
 from nimblert.check import hazards, verify
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.cuda.graph import relocate
 from nimblert.plan import Launch, Plan, Pointer, Record, Region, Target, Wait
 

@@ -30,7 +30,7 @@ def test_importing_brings_in_no_framework(module: str) -> None:
 
 def test_the_runtime_imports_neither_compiler_nor_command_line(cuda: Path) -> None:
     code = (
-        f"import sys, nimblert; from nimblert.check.reading import read_plan; read_plan(sys.argv[1]); {PRINT_IMPORTED}"
+        f"import sys, nimblert; from nimblert.check.verify import read_plan; read_plan(sys.argv[1]); {PRINT_IMPORTED}"
     )
     imported = python(code, cuda).split()
     assert "numpy" in imported
@@ -38,14 +38,14 @@ def test_the_runtime_imports_neither_compiler_nor_command_line(cuda: Path) -> No
 
 
 def test_a_process_that_runs_cuda_plans_imports_nothing_of_the_cpu_target_and_no_event_loop(cuda: Path) -> None:
-    code = "import sys; from nimblert.check.reading import read_plan; read_plan(sys.argv[1]); print(*sys.modules)"
+    code = "import sys; from nimblert.check.verify import read_plan; read_plan(sys.argv[1]); print(*sys.modules)"
     imported = set(python(code, cuda).split())
     assert "nimblert.check.verify" in imported
     assert not imported & {"asyncio", "nimblert.check.cpu_rules", "nimblert.check.onnx_model"}
 
 
 def test_runtime_reads_plans_without_a_writer_and_its_modules(cuda: Path) -> None:
-    code = "import sys; from nimblert.check.reading import read_plan; read_plan(sys.argv[1]); print(*sys.modules)"
+    code = "import sys; from nimblert.check.verify import read_plan; read_plan(sys.argv[1]); print(*sys.modules)"
     imported = set(python(code, cuda).split())
     assert not imported & {"flatbuffers", "tempfile", "shutil", "lzma", "bz2", "random"}
     assert not [path for path in (ROOT / "runtime").rglob("*.py") if "flatbuffers" in path.read_text()]

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 import nimblec
 import nimblert
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Target
 
 ROOT = Path(__file__).parents[2]

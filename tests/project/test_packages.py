@@ -82,7 +82,7 @@ def test_the_runtime_alone_needs_numpy(lean: Environment) -> None:
 
 def test_runtime_with_numpy_alone_reads_and_saves_plans(bare: Environment, cuda: Path, tmp_path: Path) -> None:
     nimblec.compile(ROOT / "samples" / "digits.onnx", target="cpu", plan_cache=None).save(tmp_path / "digits.plan")
-    read = "import sys; from nimblert.check.reading import read_plan; read_plan(sys.argv[1]).save(sys.argv[2])"
+    read = "import sys; from nimblert.check.verify import read_plan; read_plan(sys.argv[1]).save(sys.argv[2])"
     for path in (cuda, tmp_path / "digits.plan", *(ROOT / "tests" / "data").glob("*.plan")):
         done = bare.run("-c", read, path, tmp_path / "again.plan")
         assert (done.stdout, done.stderr) == ("", "")
@@ -100,7 +100,7 @@ def test_the_runtime_alone_runs_a_plan(lean: Environment, tmp_path: Path) -> Non
 def test_the_runtime_alone_says_what_is_missing(lean: Environment, cuda: Path) -> None:
     done = lean.run("-c", RUN, cuda)
     assert done.stderr.splitlines()[-1].endswith("cuda-bindings is not installed: pip install 'nimblert[cuda]'")
-    bfloat16 = lean.run("-c", "from nimblert.arrays.dtypes import numpy_dtype; numpy_dtype('bfloat16')")
+    bfloat16 = lean.run("-c", "from nimblert.arrays.layouts import numpy_dtype; numpy_dtype('bfloat16')")
     assert bfloat16.stderr.splitlines()[-1].endswith("need ml_dtypes: pip install 'nimblert[bfloat16]'")
 
 
@@ -149,7 +149,7 @@ def test_both_may_be_installed_and_removed_in_any_order(
     changed.install(copy / "runtime")  # beside the compiler, again
     assert json.loads(changed.run(*inspect).stdout)["target"] == "cuda"
     changed.pip("uninstall", "--yes", "nimblec")
-    read = "import sys; from nimblert.check.reading import read_plan; print(read_plan(sys.argv[1]).target.name)"
+    read = "import sys; from nimblert.check.verify import read_plan; print(read_plan(sys.argv[1]).target.name)"
     assert changed.run("-c", read, cuda).stdout == "CUDA\n"
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from subprocesses import ROOT
 
-from nimblert.plan.limits import DEFAULT_LIMITS
+from nimblert.plan.records import DEFAULT_LIMITS
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
 

@@ -16,7 +16,7 @@ from serving import Shop, answered, command, infer, request, stocked
 from subprocesses import ROOT
 
 from nimblec.plan import encoder
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 
 URL = "http://127.0.0.1:8000/v2/models/digits"
 pytestmark = pytest.mark.timeout(400)

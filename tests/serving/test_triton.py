@@ -16,7 +16,7 @@ from subprocesses import ROOT
 
 import nimblec
 import nimblert
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from programs import bare
 
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import Gather
+from nimblert.arrays.layouts import Gather, numpy_dtype
 from nimblert.cuda import driver, movers
 from nimblert.plan import (
     ITEM_NBYTES,

@@ -14,7 +14,7 @@ from subprocesses import python
 
 from fuzz import wrapped
 from nimblec.plan import encoder
-from nimblert.check.reading import parse_plan
+from nimblert.check.verify import parse_plan
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import Access, Launch, Memset, Module, Plan, Pointer, Region
 

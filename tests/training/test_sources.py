@@ -20,7 +20,7 @@ from nimblec.optimize.recipe import Runs
 from nimblec.pytorch.fx_graph import run_nodes
 from nimblec.pytorch.model import place
 from nimblec.pytorch.source_tracker import SourceTracker
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Record, Wait
 from samples.training_step import digits
 

@@ -20,7 +20,7 @@ from nimblec.inspect.node_values import compare_nodes
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.plan import encoder
 from nimblert import executable, golden
-from nimblert.check.reading import read_plan
+from nimblert.check.verify import read_plan
 from nimblert.plan import Plan, Target
 
 node = helper.make_node

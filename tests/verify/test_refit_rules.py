@@ -13,7 +13,7 @@ import nimblert
 from nimblert.check import verify
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import Access, Launch, Memcpy, Memset, Op, Plan, Pointer, Program, Region, Role, Tensor
-from nimblert.plan.limits import Limits
+from nimblert.plan.records import Limits
 
 N = 32
 NBYTES = 4 * N * N

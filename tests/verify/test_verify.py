@@ -26,7 +26,7 @@ from nimblert.plan import (
     Target,
     Wait,
 )
-from nimblert.plan.limits import Limits
+from nimblert.plan.records import Limits
 
 Change = Callable[[Plan], Plan]
 

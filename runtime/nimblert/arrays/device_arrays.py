@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nimblert.arrays import dlpack
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import dense_strides
+from nimblert.arrays.layouts import dense_strides, numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES
 

@@ -3,14 +3,15 @@
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import prod
 from operator import mul
 
 import numpy as np
 
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.plan import Tensor
+from nimblert.errors import DeviceMismatchError
+from nimblert.plan import ITEM_NBYTES, Tensor
 
 MOST_AXES = 8
 """The most axes of a gather (layout.cu), after contiguous ones are merged."""
@@ -164,3 +165,18 @@ def place(view: np.ndarray, array: np.ndarray, fill: int) -> None:
     for axis, (given, size) in enumerate(zip(array.shape, view.shape, strict=True)):
         if given < size:
             view[(*index[:axis], slice(given, None))] = fill
+
+
+@cache
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a plan's dtype name; bfloat16 comes from ml_dtypes."""
+    if name not in ITEM_NBYTES:
+        raise ValueError(f"dtype {name!r} is not one that a plan may name")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes  # takes 20 ms
+        except ImportError as exc:
+            raise DeviceMismatchError("bfloat16 tensors need ml_dtypes: pip install 'nimblert[bfloat16]'") from exc
+        bfloat16: np.dtype = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype(name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.sizes import Served, Sizes, why_unserved
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Plan, Program, Tensor

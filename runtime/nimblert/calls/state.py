@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import dense_strides
-from nimblert.calls import safetensors
+from nimblert.arrays.layouts import dense_strides, numpy_dtype
+from nimblert.calls import refitting
 from nimblert.calls.entries import checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
@@ -118,7 +117,7 @@ class State(Mapping[str, np.ndarray]):
         content = self._context.between_runs(
             lambda working: {name: _content(working, tensor) for name, tensor in self._tensors.items()}
         )
-        safetensors.write(path, content)
+        refitting.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Read it from a file that `save` wrote, for a plan with the same state. Raises InputError.
@@ -128,7 +127,7 @@ class State(Mapping[str, np.ndarray]):
         """
 
         def write(working: Working) -> None:
-            with safetensors.opened(path) as found:
+            with refitting.opened(path) as found:
                 if missing := [name for name in self._tensors if name not in found]:
                     raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
                 for name in found:  # all before any is written

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nimblert.plan import Command, Program, Record, Region, Target, Tensor, Wait, Work, pieces
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan.pieces import Touches
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 
 @dataclass(frozen=True, slots=True)

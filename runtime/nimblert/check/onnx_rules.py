@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from nimblert.check import division, onnx_operators, onnx_trust
-from nimblert.check.extents import MAX_RANK
+from nimblert.check.bounds import MAX_RANK
 from nimblert.check.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
 from nimblert.check.onnx_operators import Formal
 from nimblert.check.onnx_trust import Call

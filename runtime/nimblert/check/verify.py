@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nimblert.arrays.layouts import is_dense
-from nimblert.check import entry_rules, launch_limits, limit_rules, refit_rules, state_rules
-from nimblert.check.extents import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
+from nimblert.check import bounds, program_rules
+from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Candidate,
@@ -37,10 +37,15 @@ from nimblert.plan import (
     Weight,
     Work,
 )
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from nimblert.check.cpu_rules import Nodes
+import copyreg
+from collections.abc import Callable
+
+from nimblert.plan import container
+from nimblert.plan.container import Source
 
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
@@ -55,7 +60,7 @@ def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
 
     Whether conflicting accesses are ordered is checked by `hazards`. Ends after 65,536 sentences.
     """
-    beyond = tuple(limit_rules.problems(plan, limits))
+    beyond = tuple(bounds.limit_problems(plan, limits))
     # A plan beyond a limit is not examined further.
     return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
 
@@ -70,7 +75,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     if not plan.programs:
         yield "programs: the plan has none"
     yield from _repeated("programs", [program.name for program in plan.programs])
-    yield from entry_rules.problems(plan)
+    yield from program_rules.entry_problems(plan)
     for i, module in enumerate(plan.modules):
         if not module.code.nbytes or not module.code.c_contiguous:
             yield f"modules[{i}].code: is empty or not contiguous"
@@ -84,7 +89,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
         nodes = cpu_rules.Nodes(plan.modules)
     yield from _weights_problems("weights", plan.weights, plan.weights_nbytes, limits)
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
-    yield from state_rules.problems(plan)
+    yield from program_rules.state_problems(plan)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
     for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
         for i, program in enumerate(programs):
@@ -93,7 +98,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
                 plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes, nodes=nodes
             )
             yield from under(f"{path}[{i}]", _program_problems(scope))
-    yield from refit_rules.problems(plan)
+    yield from program_rules.refit_problems(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +151,9 @@ def _kernel_problems(kernel: Kernel, plan: Plan) -> Iterator[str]:
     yield from _index_problems("module", kernel.module, len(plan.modules), "modules")
     if not kernel.symbol or "\0" in kernel.symbol:
         yield f"symbol: {kernel.symbol!r} is not a name"
-    if kernel.params_nbytes > launch_limits.MAX_PARAMS_NBYTES and plan.target == Target.CUDA:
-        yield f"parameters: {kernel.params_nbytes} bytes, expected at most {launch_limits.MAX_PARAMS_NBYTES}"
-    if kernel.max_dynamic_smem_nbytes > launch_limits.MAX_DYNAMIC_SMEM_NBYTES:
+    if kernel.params_nbytes > bounds.MAX_PARAMS_NBYTES and plan.target == Target.CUDA:
+        yield f"parameters: {kernel.params_nbytes} bytes, expected at most {bounds.MAX_PARAMS_NBYTES}"
+    if kernel.max_dynamic_smem_nbytes > bounds.MAX_DYNAMIC_SMEM_NBYTES:
         yield f"max_dynamic_smem_nbytes: {kernel.max_dynamic_smem_nbytes} is more than a device has"
     if plan.target == Target.CUDA:
         for i, parameter in enumerate(kernel.parameters):
@@ -241,7 +246,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         yield f"params: {len(launch.params)} bytes, the kernel takes {params_nbytes}"
     yield from _relocation_problems(launch)
     if scope.nodes is None:
-        yield from launch_limits.problems(launch, kernel)
+        yield from bounds.launch_problems(launch, kernel)
         for i, relocation in enumerate(launch.relocations):
             yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
     else:
@@ -362,3 +367,33 @@ def _policy_problems(policy: str) -> Iterator[str]:
     """A policy is shown unchanged in tables."""
     if not 0 < len(policy) <= MAX_POLICY_LENGTH or not policy.isprintable():
         yield f"policy: {policy!r}, expected 1 to {MAX_POLICY_LENGTH} printable characters"
+
+
+def read_plan(
+    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
+) -> Plan:
+    """Return the plan in a file, or in the bytes of one, checked against ``limits``; see `open_image` for ``copy``.
+
+    Raises PlanError where there is no such file; PlanFormatError where it is not a plan, truncated, altered (noticed
+    only with ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where
+    ``source`` is neither a path nor bytes.
+    """
+    image = container.open_image(source, copy=copy)
+    if check_digest:
+        container.verify_digest(image, container.name(source))
+    return parse_plan(image, container.name(source), limits)
+
+
+def parse_plan(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
+    """Return the plan in a file's bytes, checked by `check`; ``path`` is for messages."""
+    plan = container.decoded(image, path)
+    check(plan, limits)
+    return plan
+
+
+def _reduced(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
+    """Return what pickle and copy make a plan of: its file."""
+    return read_plan, (bytes(plan.stored()),)
+
+
+copyreg.pickle(Plan, _reduced)

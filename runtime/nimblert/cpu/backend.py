@@ -20,7 +20,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.backend import RunAt
 from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
@@ -31,8 +31,8 @@ from nimblert.cpu.streams import Bound, Step, Streams, open_gate, pass_gate
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.plan.dimensions import Shapes
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
 from nimblert.plan.pieces import writes
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 _NAMED = re.compile(rf"Name:'{LABEL}(\d{{1,9}})'")
 """How the message of a failure names a node of a joined model: by the index of its command."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
 from nimblert.plan.container import Mapped

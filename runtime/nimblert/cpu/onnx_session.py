@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import division
 from nimblert.check.onnx_model import ELEMENT_TYPES, Model, read_model
 from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN
@@ -33,7 +33,7 @@ from nimblert.cpu.onnx_threads import Pool, Threads, Waiting
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 from nimblert.plan.files import scratch_folder
-from nimblert.plan.limits import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no packed copies of weights."""

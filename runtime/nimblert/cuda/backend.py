@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray
-from nimblert.arrays.dtypes import numpy_dtype
+from nimblert.arrays.layouts import numpy_dtype
 from nimblert.cuda import driver, graph
-from nimblert.cuda.blocks import BlockPool, HostLayout
 from nimblert.cuda.calls import DeviceCall, HostCall, PreparedCall
 from nimblert.cuda.driver import Context, Handle, call, release
-from nimblert.cuda.memory import Bases, DeviceMemory, Staging, allocate
+from nimblert.cuda.memory import Bases, BlockPool, DeviceMemory, HostLayout, Staging, allocate
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.program import GraphProgram
 from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers

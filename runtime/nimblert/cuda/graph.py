@@ -1,20 +1,31 @@
 """Rebuild the CUDA graph of a program: relocate the parameters, add the nodes and their edges."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call, release
-from nimblert.cuda.edges import Edge, edges
 from nimblert.cuda.memory import DeviceMemory
-from nimblert.plan import Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Work
+from nimblert.plan import Command, Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
 Step: TypeAlias = Callable[[Handle], Handle]
 """Adds a node to a graph, without edges, and returns it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """What ends before a command starts: ``source`` counts work commands in issue order.
+
+    ``programmatic``: the command may start before ``source`` has ended, and waits for it itself.
+    """
+
+    source: int
+    programmatic: bool = False
 
 
 class Rows(NamedTuple):
@@ -212,9 +223,7 @@ def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Seq
         add_edges(graph, sources, [node], programmatic=programmatic)
 
 
-def add_edges(
-    graph: Handle, before: Sequence[Handle], after: Sequence[Handle], *, programmatic: bool = False
-) -> None:
+def add_edges(graph: Handle, before: Sequence[Handle], after: Sequence[Handle], *, programmatic: bool = False) -> None:
     """Make each node of ``after`` start once all of ``before`` have ended, or wait for that itself."""
     pairs = [(source, node) for node in after for source in before]
     if pairs:
@@ -231,3 +240,44 @@ def _edge_data(*, programmatic: bool) -> Handle:
         data.from_port = _PROGRAMMATIC_PORT
         data.type = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
     return data
+
+
+def edges(commands: Iterable[Command]) -> tuple[tuple[Edge, ...], ...]:
+    """Return, for each work command (launch, memcpy, memset) in issue order, what it depends on.
+
+    It depends on the work before it on its stream and on what it waits for; an edge that the others
+    imply is left out. Edges are in ascending order of source. The commands must be those of a
+    verified program: every wait follows the record of its event.
+    """
+    frontier: dict[int, set[int]] = {}  # by stream: what the next command on it follows
+    last: dict[int, int] = {}
+    events: dict[int, set[int]] = {}
+    before: list[int] = []  # by work: the set of all works before it, as bits
+    result = []
+    for command in commands:
+        stream = command.stream
+        match command:
+            case Record(event=event):
+                events[event] = frontier.get(stream, set())
+            case Wait(event=event):
+                frontier[stream] = frontier.get(stream, set()) | events[event]
+            case _:
+                sources, implied = _reduced(frontier.get(stream, set()), before)
+                early = isinstance(command, Launch) and command.programmatic
+                result.append(tuple(Edge(source=s, programmatic=early and s == last.get(stream)) for s in sources))
+                last[stream] = len(before)
+                frontier[stream] = {len(before)}
+                before.append(implied)
+    return tuple(result)
+
+
+def _reduced(sources: set[int], before: list[int]) -> tuple[list[int], int]:
+    """Return the sources that no other source implies, ascending, and the set of all works implied."""
+    implied = 0
+    kept = []
+    for source in sorted(sources, reverse=True):  # a source is implied only by a later one
+        if not implied >> source & 1:
+            kept.append(source)
+            implied |= before[source] | 1 << source
+    kept.reverse()
+    return kept, implied

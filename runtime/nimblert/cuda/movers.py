@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.dtypes import numpy_dtype
-from nimblert.arrays.layouts import Gather
+from nimblert.arrays.layouts import Gather, numpy_dtype
 from nimblert.cuda import driver, graph
 from nimblert.cuda.driver import Context, Handle, PackedParameters, call
 from nimblert.cuda.graph import Filling, Step

@@ -15,10 +15,9 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.cuda import driver, graph
-from nimblert.cuda.blocks import BlockPool, HostLayout, PooledBlock
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.graph import Step
-from nimblert.cuda.memory import DeviceMemory, Staging, allocate
+from nimblert.cuda.memory import BlockPool, DeviceMemory, HostLayout, PooledBlock, Staging, allocate
 from nimblert.cuda.movers import GatherKernels, Mover, PaddingMover, RowMover
 from nimblert.cuda.uploader import Upload, Uploader
 from nimblert.plan import ITEM_NBYTES, Tensor

@@ -9,9 +9,8 @@ import numpy as np
 from nimblert.arrays import device_arrays
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.cuda import driver
-from nimblert.cuda.blocks import BlockPool
 from nimblert.cuda.driver import NO_TIMING, PER_THREAD, Context, Handle, call
-from nimblert.cuda.memory import DEFAULT_STREAM, Bases, allocate
+from nimblert.cuda.memory import DEFAULT_STREAM, Bases, BlockPool, allocate
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.errors import InputError

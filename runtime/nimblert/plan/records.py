@@ -6,19 +6,136 @@ loading turns pointers into addresses.
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
 from os import PathLike
 from typing import TypeAlias
 
+import numpy as np
+
 from nimblert.errors import InputError
-from nimblert.plan.commands import (
-    Command,
-    Pointer,
-    Record,
-    Wait,
-    Work,
-)
+
+
+class Region(enum.IntEnum):
+    """The memory that a pointer is relative to.
+
+    ARENA holds values of one run, WEIGHTS constants, STATE values that are kept from run to run. INPUT and OUTPUT are
+    one region for each index.
+    """
+
+    ARENA = 0
+    WEIGHTS = 1
+    INPUT = 2
+    OUTPUT = 3
+    STATE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """A byte address: ``offset`` bytes from the start of a region.
+
+    ``index`` is the number of the input or output region, 0 elsewhere. The offset of a relocation
+    may lie outside its region: some kernels take the base address minus a padding.
+    """
+
+    region: Region
+    index: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relocation:
+    """The 8 bytes at ``param_offset`` of a parameter buffer become the address of ``pointer``."""
+
+    param_offset: int
+    pointer: Pointer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """A byte range that a command reads or writes."""
+
+    pointer: Pointer
+    nbytes: int
+
+
+Dim3: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Run a kernel.
+
+    ``params`` is the parameter buffer, zero where a relocation goes. On the CPU target it is an array of pointers, one
+    relocation each, in the order of the kernel's parameters. ``cluster`` is (0, 0, 0) for a launch without clusters.
+    ``programmatic``: the edge from the previous launch on its stream is a programmatic one (the kernel may start before
+    that launch has ended, and waits for it itself). ``op`` indexes `Program.ops`; ``duration_ns`` is the time measured
+    at compilation, 0 if it was not.
+    """
+
+    stream: int
+    op: int
+    kernel: int
+    params: bytes
+    relocations: tuple[Relocation, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    grid: Dim3 = (1, 1, 1)
+    block: Dim3 = (1, 1, 1)
+    cluster: Dim3 = (0, 0, 0)
+    dynamic_smem_nbytes: int = 0
+    cooperative: bool = False
+    programmatic: bool = False
+    duration_ns: int = 0
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.reads)} reads, {len(self.writes)} writes"
+        return f"Launch(kernel={self.kernel}, stream={self.stream}, op={self.op}, grid={self.grid}, {counts})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memcpy:
+    """Copy ``nbytes`` bytes from ``src`` to ``dst``."""
+
+    stream: int
+    op: int
+    dst: Pointer
+    src: Pointer
+    nbytes: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memset:
+    """Write ``count`` elements of ``element_nbytes`` (1, 2 or 4) bytes, each ``value``."""
+
+    stream: int
+    op: int
+    dst: Pointer
+    value: int
+    element_nbytes: int
+    count: int
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Record ``event`` after the work issued so far on ``stream``; each event is recorded once."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Have later commands on ``stream`` wait for the work that ``event`` was recorded after."""
+
+    stream: int
+    event: int
+
+
+Command: TypeAlias = Launch | Memcpy | Memset | Record | Wait
+Work: TypeAlias = Launch | Memcpy | Memset
 
 
 class Target(enum.IntEnum):
@@ -386,3 +503,48 @@ def listed(texts: Sequence[str]) -> str:
 
 def _brief(tensor: Tensor | Weight) -> str:
     return f"{tensor.name!r}: {tensor.dtype} {tensor.shape}"
+
+
+def is_integer(value: object) -> bool:
+    """Whether it is a number without a fraction, numpy's too; True is not one."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Upper limits for a plan, checked before anything is allocated: whole numbers, else InputError.
+
+    - ``memory_nbytes``: arena, state, inputs and outputs of all programs together, which is what an executable
+      allocates besides the weights. ``tensor_nbytes``: one contiguous input, output, parameter or weight.
+    - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
+      of which is a Python object while it is checked.
+    - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
+      of ``refits``, the groups of weights that are replaced together; of ONNX Runtime's ``sessions`` for the programs
+      that are loaded, which is known only when they are opened.
+    - The cost of proving that one program is ordered: ``pieces``, the byte ranges that commands access, cut where
+      others begin or end; ``clocks``, waits times streams.
+    """
+
+    memory_nbytes: int = 64 << 30
+    tensor_nbytes: int = 16 << 30
+    model_nbytes: int = 64 << 20
+    model_fields: int = 1 << 22
+    modules: int = 1 << 17
+    kernels: int = 1 << 17
+    programs: int = 1 << 10
+    refits: int = 1 << 16
+    sessions: int = 1 << 13
+    streams: int = 1 << 10
+    events: int = 1 << 20
+    commands: int = 1 << 20
+    pieces: int = 1 << 24
+    clocks: int = 1 << 25
+
+    def __post_init__(self) -> None:
+        for name, limit in asdict(self).items():
+            if not is_integer(limit) or limit < 0:
+                raise InputError(f"limits: {name} is {limit!r}, expected a whole number of at least 0")
+
+
+DEFAULT_LIMITS = Limits()
+"""The default limits: far above every model that nimblec is tested with."""
