@@ -123,7 +123,8 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
     from nimblec.cpu.ort_process import own_process
 
     with own_process():
-        from nimblec.cpu.compile import compile_cpu  # which brings in onnx, while that process starts
+        # Imports onnx while the lean process starts.
+        from nimblec.cpu.compile import compile_cpu
 
         return compile_cpu(source, options, output, observer)
 

@@ -90,7 +90,8 @@ def _printing() -> Iterator[None]:
         yield
     except BrokenPipeError as exc:
         raise ReaderGoneError from exc
-    except OSError as exc:  # of click, as it prints --help or --version: `Command` handles its own
+    # click fails to print --help or --version; `Command` handles its own errors.
+    except OSError as exc:
         raise click.ClickException(exc.strerror or str(exc)) from exc
 
 

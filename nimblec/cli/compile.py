@@ -212,7 +212,8 @@ def compile_model(
     if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
         echo(f"note: {model} is code that runs with your rights: compile only what you trust", err=True)
     if is_callable and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for package.module:callable
+        # As with `python -m`, package.module:callable is found in the current folder.
+        sys.path.insert(0, str(Path.cwd()))
 
     from nimblec import compiler  # imports the frameworks
 

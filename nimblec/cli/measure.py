@@ -172,7 +172,8 @@ class _Course:
         self._repeat(_Lane(lane.call), time.perf_counter(), self._warm_up)
         try:
             self._warm.wait()
-        except threading.BrokenBarrierError:  # by `end`
+        # `end` breaks the barrier.
+        except threading.BrokenBarrierError:
             return
         self._repeat(lane, self.begin, self._duration)
 

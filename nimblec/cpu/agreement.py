@@ -80,7 +80,8 @@ def optimize_agreeing(
     try:
         model, runs = run_reference(model)
     except CompileError:
-        build(model, optimize(model.proto, model.folder, scratch))  # which may say better why no plan can hold it
+        # Building may give a better reason why no plan can hold the model.
+        build(model, optimize(model.proto, model.folder, scratch))
         raise
     comparison = _Comparison(model, runs, max_error)
     seen: dict[str, None] = {}

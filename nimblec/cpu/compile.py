@@ -37,7 +37,8 @@ from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
 
 if TYPE_CHECKING:
-    from nimblec.onnx_export.export import ExportedModel  # which brings in torch
+    # Imports torch.
+    from nimblec.onnx_export.export import ExportedModel
 
 
 def compile_cpu(source: Source, options: Options, output: Path, observer: Observer) -> tuple[str, ...]:
@@ -116,7 +117,9 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramK
     """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.onnx_export import dynamic as dynamic_onnx
     from nimblec.onnx_export import export as onnx_export
-    from nimblec.pytorch import sources  # which bring in torch
+
+    # Imports torch.
+    from nimblec.pytorch import sources
 
     if not options.sizes:
         files = onnx_export.export(

@@ -119,7 +119,8 @@ def _open(model: bytes, options: Any, without: Sequence[str] = ()) -> Any:
         )
     except MemoryError:
         raise
-    except Exception as exc:  # those of ONNX Runtime have no other common class
+    # ONNX Runtime's exceptions have no other common class.
+    except Exception as exc:
         raise RefusedError(str(exc)) from exc
 
 

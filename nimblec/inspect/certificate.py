@@ -73,7 +73,8 @@ def _required(works: Sequence[Work], members: Sequence[int]) -> Iterator[tuple[i
     scratch memory, and order nothing.
     """
     among = frozenset(members)
-    before = [-1] * len(works)  # by work: the last member that is before it
+    # For each command, the last earlier member.
+    before = [-1] * len(works)
     for early, late in _data_edges(works):
         before[late] = max(before[late], before[early], early if early in among else -1)
     for member in members:

@@ -118,9 +118,11 @@ def _critical_path(spans: Sequence[Span], dependencies: Sequence[Sequence[Edge]]
 
 def _handovers(commands: Iterable[Command]) -> Iterator[Handover]:
     """Yield each wait with the work that its event stands for and the work that it holds up."""
-    last: dict[int, frozenset[int]] = {}  # by stream: the work that an event would mark now
+    # For each stream, the work that an event would mark now.
+    last: dict[int, frozenset[int]] = {}
     marked: dict[int, frozenset[int]] = {}
-    pending: dict[int, list[tuple[int, int]]] = {}  # by stream: (event, source) that its next work waits for
+    # For each stream, the (event, source) that its next work waits for.
+    pending: dict[int, list[tuple[int, int]]] = {}
     count = 0
     for command in commands:
         stream = command.stream

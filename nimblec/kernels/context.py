@@ -111,7 +111,7 @@ class _Chain:
         key = key_of((clock.fingerprint, self._launches, self._flush, sorted(chosen.items())))
         if key not in clock.times:
             clock.times[key] = round(1000 * clock.timer.chain(list(self._calls(chosen)), flush=self._flush))
-            torch.cuda.empty_cache()  # as after a contest
+            torch.cuda.empty_cache()
         return clock.times[key] / 1000
 
     def _calls(self, chosen: Mapping[str, str]) -> Iterator[Callable[[], object]]:

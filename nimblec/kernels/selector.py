@@ -198,7 +198,8 @@ class Selector(Generic[Request, Tiling]):
         for side, microseconds in choice.microseconds.items():
             self._times[self._side(key, side)] = round(1000 * microseconds)
         torch.cuda.empty_cache()  # the capture process keeps all memory that was freed until then
-        return self._known(key, named) or choice  # as the next compilation will choose, by times in nanoseconds
+        # The stored times are in nanoseconds: choose by them, as the next compilation will.
+        return self._known(key, named) or choice
 
     def _side(self, key: str, side: str) -> str:
         return key_of((self._fingerprint, self._gpu.trigger, key, side))

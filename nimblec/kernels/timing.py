@@ -101,7 +101,8 @@ class GraphTimer:
                 for call in calls:
                     call()
             finally:
-                graph.capture_end()  # where memory runs out, too: what follows is not captured
+                # Also where memory runs out, so that nothing after it is captured.
+                graph.capture_end()
         return graph
 
     @contextmanager

@@ -141,7 +141,8 @@ def _export(call: ModelCall, path: Path, *, refittable: bool, max_error: float |
         outputs = name_outputs(result)
         _refuse_shared_names(call, outputs)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))
-        args = model.args if model.kwargs else (*model.args, {})  # else it takes a trailing dict for kwargs
+        # Without the empty dict, the exporter takes a trailing dict for keyword arguments.
+        args = model.args if model.kwargs else (*model.args, {})
         with stateless():
             program = _onnx_program(call.name, as_module(model.module), args, model.kwargs, refittable=refittable)
         name_ends(program, _names(model), [name for name, _ in outputs])
@@ -178,7 +179,7 @@ def _export_with_state(
         program = _onnx_program(call.name, module, args, {}, refittable=refittable, translations=TRANSLATIONS)
         weights = frozenset(name.removeprefix("module.") for name in kept_weights(program))
         for initializer in tuple(program.model.graph.initializers.values()):
-            initializer.name = (initializer.name or "").removeprefix("module.")  # as the user's module has it
+            initializer.name = (initializer.name or "").removeprefix("module.")
         name_ends(program, inputs, [name for name, _ in outputs])
         program.save(path, external_data=True)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, name_outputs(result)))
@@ -247,7 +248,8 @@ def _onnx_program(
     try:
         return exported()
     except TraceError:
-        FakeTensorMode.cache_clear()  # which would give attention its former layout
+        # The cache would give attention its former layout.
+        FakeTensorMode.cache_clear()
         with suppress(TraceError), sdpa_kernel(SDPBackend.MATH):
             return exported()
         raise
@@ -300,7 +302,8 @@ def accuracy(
         differs = compared(numbers, got)
         moved = [] if differs.within(bound) else [compared(wanted, close[i]) for close in nudged()]
         most = max((other.relative for other in moved), default=0.0)
-        if differs.exact or most <= _MAGNIFIED:  # else it is nothing but rounding: the gradient of a bias before a norm
+        # Anything smaller is rounding, such as the gradient of a bias before a norm.
+        if differs.exact or most <= _MAGNIFIED:
             changes = differs.exact and any(other.absolute for other in moved)
             if not changes and not differs.within(max(bound, _OF_ROUNDING * most)):
                 raise CompileError(

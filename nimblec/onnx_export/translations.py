@@ -139,7 +139,7 @@ COMMON: dict[Any, Any] = {
     aten.mv.default: matmul,
     aten.lstm.input: lstm,
     torch.ops.higher_order.map_impl: map_rows,
-    aten._is_all_true.default: core.aten_all,  # of torch._check_tensor_all
+    aten._is_all_true.default: core.aten_all,
     aten._is_any_true.default: core.aten_any,
 }
 """For any model."""

@@ -91,7 +91,8 @@ def stft(
     *,
     onesided: int = 1,
 ) -> Tensor:
-    if signal.dim() == 2:  # of real samples, as torch.onnx's older exporter writes it and ONNX Runtime takes it
+    # torch.onnx's older exporter writes real samples without a last axis, and ONNX Runtime takes them.
+    if signal.dim() == 2:
         signal = signal.unsqueeze(-1)
     length = frame_length
     if length is None:

@@ -345,7 +345,8 @@ class _Trial:
 
     def _merged(self, program: Program, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """The ``rest`` with a box of the ``base`` in it."""
-        merged = {name: np.array(array) for name, array in rest.items()}  # also of a numpy scalar
+        # np.array also makes an array of a numpy scalar.
+        merged = {name: np.array(array) for name, array in rest.items()}
         for tensor, of in zip(program.inputs, self._axes.inputs, strict=True):
             box = _box(of, starts, stops)
             merged[tensor.name][box] = base[tensor.name][box]

@@ -61,7 +61,8 @@ class Record:
                     0 <= seconds < _LONGEST_S
                 ):
                     return cls(key=key, sha256=sha256, seconds=seconds, notes=tuple(map(str, notes)))
-        except RecursionError:  # of JSON that is nested too deep
+        # JSON that is nested too deep ends in a RecursionError.
+        except RecursionError:
             pass
         raise ValueError(f"{path}: not a record of the plan cache")
 
@@ -139,7 +140,8 @@ class PlanCache:
             return None, None
         except (OSError, ValueError) as exc:
             return None, f"the plan cache's entry {kept} is damaged, and is replaced: {exc}"
-        with suppress(OSError):  # of a folder that can only be read
+        # The folder may be read-only.
+        with suppress(OSError):
             os.utime(kept)
         return record, None
 

@@ -137,7 +137,8 @@ def _sources() -> dict[str, str]:
 def _packages() -> list[list[str]]:
     """The path of each installed package, and its metadata, which list the digests of its files."""
     found = []
-    for folder in dict.fromkeys(sys.path):  # of two versions, the first on the path is imported
+    # Of two versions, Python imports the first on the path.
+    for folder in dict.fromkeys(sys.path):
         found += sorted(
             [
                 str(package.locate_file("")),

@@ -87,7 +87,8 @@ def trace(
     exported = _pure(module, lambda: torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False))
     pure = exported
     if _has_autocast(exported):
-        pure = _pure(module, partial(exported.run_decompositions, {}))  # which makes its casts explicit
+        # Decomposition makes the casts explicit.
+        pure = _pure(module, partial(exported.run_decompositions, {}))
     apart: dict[OpOverload, Callable[..., Any]] | None = None
     while True:
         try:
@@ -254,7 +255,8 @@ class _Tracer(fx.Interpreter):
                 return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, variance, momentum, epsilon)[0]
             if mean is not None:
                 raise InPlaceError(f"{target} writes into its statistics")
-            if target is aten.instance_norm.default:  # else cuDNN's batch norm of training, which no plan can hold
+            # Otherwise cuDNN's batch norm for training runs, which no plan can hold.
+            if target is aten.instance_norm.default:
                 return aten.group_norm(x, x.shape[1], weight, bias, epsilon)
         if target is aten.rrelu.default and (slope := _mean_slope(*args, **kwargs)) is not None:
             return aten.leaky_relu(args[0], slope)

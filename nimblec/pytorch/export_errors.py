@@ -42,7 +42,8 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
                 f"{name}: {line or 'its code'} makes control flow or a size depend on the value of a tensor, and a "
                 "plan is static: use torch.where or torch.cond there, or move it out of the model"
             ) from exc
-        if isinstance(first, NimbleError):  # of a translation
+        # A translation has raised it.
+        if isinstance(first, NimbleError):
             raise TraceError(f"{name}: {first}") from exc
         if found := _UNTRANSLATED.search(str(first)):
             untranslated = found[1] or found[2]

@@ -70,7 +70,7 @@ def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple
     for argument, each, tensor in zip(arguments, state, kept, strict=True):
         output = next(outputs) if each.is_written else None
         set_slot(argument, StateSlot(name=each.name, tensor=tensor, output=output))
-    for node in program.module.graph.nodes:  # as the model has it
+    for node in program.module.graph.nodes:
         path = str(node.meta.get("source", ""))
         node.meta["source"] = "" if path == WithState.INNER else path.removeprefix(f"{WithState.INNER}.")
     result = program.part(0)

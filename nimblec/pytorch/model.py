@@ -185,7 +185,8 @@ def place_call(call: ModelCall, *, device: str) -> TorchModel:
     module, notes = call.module, call.notes
     if isinstance(module, torch.nn.Module):
         module = module.to(device)
-        if module.training and not isinstance(module, torch.fx.GraphModule):  # whose flag has no meaning
+        # The flag of a GraphModule has no meaning.
+        if module.training and not isinstance(module, torch.fx.GraphModule):
             notes += ("the module is in training mode: call .eval() first if the plan is for inference",)
     return TorchModel(module=module, args=args, kwargs=kwargs, inputs=inputs, notes=notes)
 

@@ -23,7 +23,8 @@ class SourceTracker:
         self.current = ""
         self.failed = ""
         self._paths: dict[int, str] = {}
-        self._forward: dict[int, str] = {}  # by the number that autograd gave a call
+        # Keyed by autograd's sequence number.
+        self._forward: dict[int, str] = {}
         if isinstance(root, torch.nn.Module):
             self._paths = {id(m): path for path, m in root.named_modules(prefix=name)}
 

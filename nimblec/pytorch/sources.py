@@ -54,7 +54,8 @@ class DynamicProgram:
     def writes_state(self) -> bool:
         """Whether a run changes buffers or parameters."""
         with exporting(self.name, "torch.export"):
-            functional = self.program.run_decompositions({})  # whose signature tells what calls in place write
+            # The signature of the functional program tells what in-place calls write.
+            functional = self.program.run_decompositions({})
         return bool(state_written(functional.graph_signature))
 
     def calls(self, options: Options) -> dict[Profile, ModelCall]:

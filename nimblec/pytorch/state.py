@@ -149,7 +149,8 @@ def call_with(module: torch.nn.Module, given: dict[str, torch.Tensor], *call: An
     replaced = {place: names[id(tensor)] for place, tensor in _places(module) if id(tensor) in names}
     everywhere = {place: given[name] for place, name in replaced.items()}
     before = dict(everywhere)
-    result = functional_call(module, everywhere, *call, tie_weights=False)  # which updates the dict
+    # `functional_call` updates the dict.
+    result = functional_call(module, everywhere, *call, tie_weights=False)
     given |= {name: everywhere[at] for at, name in replaced.items() if everywhere[at] is not before[at]}
     return result
 

@@ -16,7 +16,8 @@ def problems(dag: Dag, schedule: Schedule, antichain: Sequence[int] | None = Non
         yield f"order: must list each of the {dag.task_count} tasks once"
         return
     position = {task: place for place, task in enumerate(schedule.order)}
-    latest: list[dict[int, int]] = []  # by position: the last position on each stream that is before it
+    # For each position, the last earlier position on each stream.
+    latest: list[dict[int, int]] = []
     on_stream: dict[int, dict[int, int]] = {}
     waits: dict[int, list[int]] = {}
     for before, after in schedule.waits:

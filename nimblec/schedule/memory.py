@@ -168,7 +168,8 @@ def _place(
     If it fits into none, it goes above them all.
     """
     offsets = np.zeros(len(sizes), dtype=np.int64)
-    who, starts, ends = (np.zeros(len(sizes), dtype=np.int64) for _ in range(3))  # those placed, by start
+    # The placed buffers, by start.
+    who, starts, ends = (np.zeros(len(sizes), dtype=np.int64) for _ in range(3))
     count = 0
     for buffer in order:
         size, alignment = int(sizes[buffer]), int(alignments[buffer])

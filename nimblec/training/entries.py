@@ -171,7 +171,8 @@ def entries(
         accumulate=accumulate,
         autocast=_half(autocast),
     )
-    if not model.training:  # else parts in evaluation mode are meant to be
+    # In a model that trains, parts in evaluation mode are meant to be.
+    if not model.training:
         model.train()
     checked = refuse_another_step(recipe, inputs, targets)
     state = initial_state(recipe, draws=checked.draws)

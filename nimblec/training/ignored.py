@@ -24,6 +24,7 @@ def without(batch: Sequence[Tensor], integers: Iterable[int]) -> tuple[Tensor, .
 def _without(tensor: Tensor, integers: Iterable[int]) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
         return tensor
-    values = tensor.to(torch.int64)  # as few operators take uint16
+    # Few operators take uint16.
+    values = tensor.to(torch.int64)
     is_kept = torch.isin(values, torch.tensor([*integers], dtype=torch.int64, device=tensor.device), invert=True)
     return torch.where(is_kept, values, values[is_kept][0]).to(tensor.dtype) if is_kept.any() else tensor

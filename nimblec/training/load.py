@@ -158,7 +158,8 @@ def _load_optimizer(values: Named, parameters: Mapping[str, nn.Parameter], optim
         own = expected.get(owner, found)
         _refuse_other_slots(path, found, own)
         kept["state"][numbers[owner]] = {**own, **found}
-    optimizer.load_state_dict(kept)  # which moves them to the right device
+    # `load_state_dict` moves the tensors to their parameters' device.
+    optimizer.load_state_dict(kept)
 
 
 def _tensors(kept: Mapping[str, Any]) -> Named:

@@ -89,7 +89,8 @@ def trace(
     with refusing, unchanged, masks_as_given(), _refusing_to_read_values(), plainly, functions, preserve_node_meta():
         traced = make_fx(step, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     for node in reversed(traced.graph.nodes):
-        if str(node.target).startswith("profiler."):  # of Optimizer.step
+        # torch.optim wraps Optimizer.step in profiler calls.
+        if str(node.target).startswith("profiler."):
             traced.graph.erase_node(node)
         refuse_other_draws(node.target, node.args, node.kwargs)
     _refuse_held(recipe.model, traced)
@@ -225,7 +226,8 @@ def _update(
     takes, scale = is_due, left.own.get(SCALE)
     if itself:
         gradients = {name: _laid_out(gradient, left.parameters[name]) for name, gradient in gradients.items()}
-    if scale is not None or recipe.clip_norm is not None:  # which write into them
+    # Scaling and clipping write into the gradients.
+    if scale is not None or recipe.clip_norm is not None:
         gradients = _apart(gradients)
     parameters = {name: value.detach() for name, value in left.parameters.items()}
     for name, value in parameters.items():

@@ -208,7 +208,8 @@ def load(
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
         return make(checked(decoded, program, limits))
-    from concurrent.futures import ThreadPoolExecutor  # which a process that loads CPU plans need not import
+    # CPU plans load without this import.
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.

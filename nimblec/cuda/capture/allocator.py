@@ -69,7 +69,8 @@ class Zone:
 
     def allocate(self, nbytes: int) -> int:
         """The address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
-        address = self._take(nbytes)  # before memory is mapped, while which other tensors may be freed
+        # Other tensors may be freed while memory is mapped.
+        address = self._take(nbytes)
         self._live_in.update(self._chunks(address, nbytes))
         try:
             self._back(address, nbytes)

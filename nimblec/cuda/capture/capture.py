@@ -218,7 +218,8 @@ def capture(
     back to eager, hooks on modules would make it compile again. ``generator`` stands in for torch's
     default one. Raises TraceError, naming op and module, for a call that cannot be captured.
     """
-    torch._C._cuda_clearCublasWorkspaces()  # else the allocations depend on earlier runs
+    # Workspaces of earlier runs would change the allocations.
+    torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
     recorder = _OpRecorder(stream, sources)

@@ -40,7 +40,7 @@ SHT_CUDA_PROTOTYPE = 0x70000002
 _PROTOTYPE = struct.Struct("<II")  # symbol, offset of the text in the symbols' string table
 
 _SEGMENT = struct.Struct("<IIQQQQQQ")
-_TABLE_ALIGN = 8  # of the two header tables
+_TABLE_ALIGN = 8
 _MAX_ALIGN = 4096
 _MAX_NBYTES = 1 << 32
 

@@ -200,7 +200,8 @@ class ModelRecorder:
         self._replay(first)
         note_mutations(first_zone, self._residents)
         self._refuse_made_state()
-        self._allocator.release()  # of the first run only addresses are compared
+        # Only addresses of the first run are compared.
+        self._allocator.release()
         second = self._capture_in(second_zone)
         if first_zone.sizes != second_zone.sizes:
             raise TraceError(

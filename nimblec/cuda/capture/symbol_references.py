@@ -27,7 +27,8 @@ _FORMAT_SIZED = 4  # EIFMT_SVAL: the value counts the bytes that follow
 
 FRAME_SIZE = 0x11
 REGCOUNT = 0x2F
-_FUNCTION_RECORDS = {  # of .nv.info: a function's symbol, then a value
+# Records of .nv.info: a function's symbol, then a value.
+_FUNCTION_RECORDS = {
     FRAME_SIZE,
     0x12,  # MIN_STACK_SIZE
     0x1B,
@@ -37,7 +38,8 @@ _FUNCTION_RECORDS = {  # of .nv.info: a function's symbol, then a value
     0x54,
     0x55,
 }
-_KERNEL_RECORDS = {  # of .nv.info.X: where among the words the symbols are
+# Records of .nv.info.X: the positions of symbols among the words.
+_KERNEL_RECORDS = {
     0x05: slice(0),  # MAX_THREADS
     0x0A: slice(1),  # PARAM_CBANK: of .nv.constant0.X, then offset and size of the parameters in it
     0x0F: slice(None),  # EXTERNS

@@ -77,7 +77,7 @@ class _KernelTable:
 
     def __init__(self, code: CodeIndex) -> None:
         self._code = code
-        self._symbols: dict[bytes, list[str]] = {}  # of each module, by its digest
+        self._symbols: dict[bytes, list[str]] = {}
         self._kernels: dict[tuple[bytes, str], Kernel] = {}
         self._numbers: dict[tuple[bytes, str], int] = {}
 

@@ -139,7 +139,7 @@ def _take_apart(
     The first of ``parts`` may begin with channels that are not concatenated.
     """
     longest = next(iter(prefixes))
-    first = min((part for part in parts if part.op == "call_function"), default=longest)  # by place in the graph
+    first = min((part for part in parts if part.op == "call_function"), default=longest)
     value = fake(longest)
     ends = list(accumulate(fake(part).shape[1] for part in parts))
     in_front = ends[-1] - value.shape[1]

@@ -62,7 +62,7 @@ def _shared(request: Request) -> object:
 
 def _join(rewriter: Rewriter, group: list[Request]) -> None:
     heads = [request.head for request in group]
-    first = min(heads)  # by place in the graph
+    first = min(heads)
     given = bound(heads[0])
     for name in ("weight", "bias"):
         if given[name] is not None:

@@ -51,7 +51,8 @@ def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTilin
             continue
         at = request.nodes[-1]
         result = call(request, tiling, trigger).put(rewriter, at=at)
-        if fake(result).stride() != fake(at).stride():  # of axes of length 1
+        # Strides of axes of length 1 may differ.
+        if fake(result).stride() != fake(at).stride():
             flat = rewriter.call(aten.reshape.default, result, [fake(result).numel()], at=at)
             result = rewriter.call(aten.reshape.default, flat, list(fake(at).shape), at=at)
         assert fake(result).stride() == fake(at).stride(), f"{at.format_node()} would become {result.format_node()}"

@@ -69,7 +69,8 @@ def _all(shape: Attention, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]
             if block_n > longest:
                 continue
             for num_warps in (1, 2, 4, 8):
-                scores = block_m * block_n // (32 * num_warps)  # that a thread holds
+                # Numbers that one thread holds.
+                scores = block_m * block_n // (32 * num_warps)
                 if 8 <= scores <= 96 and num_warps * 4 <= block_m:
                     cut = AttentionTiling(block_m=block_m, block_n=block_n, num_warps=num_warps)
                     yield from _staged(shape, cut, gpu, itemsize)

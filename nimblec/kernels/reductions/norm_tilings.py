@@ -37,7 +37,8 @@ def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling
     found = []
     for block_r in (1, 2, 4, 8):
         for num_warps in (1, 2, 4, 8):
-            numbers = block_r * shape.width / (32 * num_warps)  # that a thread holds
+            # Numbers that one thread holds.
+            numbers = block_r * shape.width / (32 * num_warps)
             if (2 <= numbers <= 64 or (block_r, num_warps) == (1, 8)) and (block_r == 1 or block_r <= shape.rows):
                 found.append(NormTiling(block_r=block_r, num_warps=num_warps))
 

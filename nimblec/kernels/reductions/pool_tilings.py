@@ -44,7 +44,8 @@ def mean_candidates(shape: Means, gpu: GPU, *, itemsize: int = 2) -> list[PoolTi
         steps = ceil_div(shape.pixels, tiling.block_m)
         across = tiling.block_c if shape.channel_stride == 1 else tiling.block_m
         read = steps * tiling.block_m * tiling.block_c / across * max(across * itemsize, _SECTOR_NBYTES)
-        numbers = tiling.block_m * tiling.block_c / (32 * tiling.num_warps)  # that a thread holds
+        # Numbers that one thread holds.
+        numbers = tiling.block_m * tiling.block_c / (32 * tiling.num_warps)
         alone = ceil_div(blocks, gpu.multiprocessors) * read / gpu.speed.block_bytes
         time = max(alone, blocks * read / gpu.speed.l2_bytes) + steps * (0.1 + 0.01 * numbers)
         return time + 0.1 * tiling.num_warps**0.5, tiling.numbers

@@ -128,7 +128,8 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
         node.replace_all_uses_with(part)
     _sort(graph, {})
     graph.eliminate_dead_code()
-    if written:  # before dead calls are gone there may be no such order
+    # There may be no such order until dead calls are gone.
+    if written:
         _sort(graph, written)
     graph.lint()
 

@@ -200,4 +200,4 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         for written in written_nodes(writer):
             for other in readers(owner(written)):
                 if other is not writer:
-                    yield (other, writer) if other < writer else (writer, other)  # by place in the graph
+                    yield (other, writer) if other < writer else (writer, other)

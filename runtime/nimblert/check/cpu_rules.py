@@ -128,7 +128,8 @@ def _places(accesses: Sequence[Access]) -> set[Place]:
 
 def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:
     """A write of a launch overlaps none of its other accesses: kernels read while they write."""
-    ends: dict[bool, tuple[Region, int, int]] = {}  # by written or not: the end of the last bytes so far
+    # The end of the last bytes so far, for reads and for writes.
+    ends: dict[bool, tuple[Region, int, int]] = {}
     for (region, index, start, nbytes), written in sorted([(p, False) for p in reads] + [(p, True) for p in writes]):
         for other, (*place, end) in ends.items():
             if (other or written) and place == [region, index] and start < end:

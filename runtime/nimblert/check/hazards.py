@@ -44,8 +44,10 @@ def order(commands: Sequence[Command]) -> Order:
     """
     stream_count = max((command.stream for command in commands), default=0) + 1
     rows = [np.zeros(stream_count, np.int32)]
-    current = [0] * stream_count  # by stream: its row
-    counts = [0] * stream_count  # by stream: its works so far
+    # For each stream, its current row.
+    current = [0] * stream_count
+    # For each stream, the number of its works so far.
+    counts = [0] * stream_count
     events: dict[int, tuple[int, int, int]] = {}  # stream, its works and its row when the event was recorded
     streams: list[int] = []
     numbers: list[int] = []

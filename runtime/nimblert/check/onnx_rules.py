@@ -218,11 +218,14 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: set[str], *, in
 
 def _unwritten_problems(node: Node, attribute: Attribute) -> Iterator[str]:
     """Attributes by which a kernel writes more outputs than there are, or leaves one as its memory was before."""
-    if attribute.name == "num_outputs" and attribute.i != len(node.output):  # of Split
+    # num_outputs is an attribute of Split.
+    if attribute.name == "num_outputs" and attribute.i != len(node.output):
         yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"
-    if attribute.name == "saturate" and attribute.i not in (0, 1):  # of Cast
+    # saturate is an attribute of Cast.
+    if attribute.name == "saturate" and attribute.i not in (0, 1):
         yield f"{node.op_type}.saturate: {attribute.i}, expected 0 or 1"
-    if attribute.g is None or node.op_type == "Loop":  # which copies what its body returns
+    # Loop copies what its body returns.
+    if attribute.g is None or node.op_type == "Loop":
         return
     returned = [value.name for value in attribute.g.output]
     if len(set(returned)) < len(returned):

@@ -78,7 +78,8 @@ _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 
 _SIZES = dict.fromkeys(("kernel_shape", "strides", "dilations"), 1 << 20)
 _SIZES |= dict.fromkeys(("blocksize", "group", "hidden_size", "output_shape"), 1 << 24)
-_SIZES |= {"size": 1 << 12}  # of LRN, whose workspace has so many channels
+# LRN's workspace has this many channels.
+_SIZES |= {"size": 1 << 12}
 _HEADS = dict.fromkeys(("num_heads", "q_num_heads", "kv_num_heads"), 1 << 24)
 """Attributes that kernels divide by or multiply unchecked, with a bound above the values of any network."""
 

@@ -110,7 +110,8 @@ def state_problems(plan: Plan) -> Iterator[str]:
     for i, program in enumerate(plan.programs):
         for j, access in _state_accesses(program, reads, writes):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes
-            in_region = start >= 0 and end <= plan.state_nbytes  # else that is said elsewhere
+            # Another rule reports accesses outside of the region.
+            in_region = start >= 0 and end <= plan.state_nbytes
             if in_region and _state_tensor(plan.state, access) is None:
                 where = f"programs[{i}].commands[{j}]"
                 yield f"{where}: {access.nbytes} bytes at {start} of STATE lie in no one tensor of it"

@@ -131,7 +131,8 @@ class _Reader:
         before = 0
         while at < end:
             tag = data[at]
-            if tag < 0x80:  # as nearly all are
+            # Nearly all tags have one byte.
+            if tag < 0x80:
                 at += 1
             else:
                 tag, at = self._varint(at, end)

@@ -83,7 +83,7 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
         yield from under(f"kernels[{i}]", _kernel_problems(kernel, plan))
     nodes = None
     if plan.target == Target.CPU:
-        from nimblert.check import cpu_rules  # which reads ONNX models
+        from nimblert.check import cpu_rules
 
         yield from cpu_rules.kernels_problems(plan, limits)
         nodes = cpu_rules.Nodes(plan.modules)

@@ -127,7 +127,8 @@ class HostCall(PreparedCall):
             if self._count == _ENOUGH_ON_HOST:
                 self._graph = self._make()
         stream = backend.begin(None)
-        backend.in_flight.wait()  # as in `_enqueue_inputs`
+        # The previous run may still read page-locked memory.
+        backend.in_flight.wait()
         try:
             if self._graph is None:
                 self._enqueue_inputs(arrays, stream, in_place=True)
@@ -165,7 +166,8 @@ class DeviceCall(PreparedCall):
 
     def __init__(self, backend: GraphProgram, inputs: Sequence[DeviceInput], outputs: OutputTransfers) -> None:
         super().__init__(backend, inputs, outputs, on_device=True)
-        if not any(tensor.dtype.startswith("complex") for tensor in self.program.inputs):  # which may be conjugates
+        # A complex array may be a conjugate view.
+        if not any(tensor.dtype.startswith("complex") for tensor in self.program.inputs):
             self.run_at = self._run_at
         self._ways = inputs
         self._seen: Counter[object] = Counter()

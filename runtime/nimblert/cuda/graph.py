@@ -249,10 +249,12 @@ def edges(commands: Iterable[Command]) -> tuple[tuple[Edge, ...], ...]:
     imply is left out. Edges are in ascending order of source. The commands must be those of a
     verified program: every wait follows the record of its event.
     """
-    frontier: dict[int, set[int]] = {}  # by stream: what the next command on it follows
+    # For each stream, the works that its next command follows.
+    frontier: dict[int, set[int]] = {}
     last: dict[int, int] = {}
     events: dict[int, set[int]] = {}
-    before: list[int] = []  # by work: the set of all works before it, as bits
+    # For each work, the set of all earlier works, as bits.
+    before: list[int] = []
     result = []
     for command in commands:
         stream = command.stream

@@ -232,7 +232,8 @@ class PooledBlock:
         self.is_shared = False
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else the process frees it
+        # At exit the process frees it.
+        if not is_finalizing():
             self._pool.give_back(self.address, self.nbytes, self.event, is_shared=self.is_shared)
 
 

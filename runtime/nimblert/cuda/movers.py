@@ -120,7 +120,8 @@ class RowMover(Mover):
 
     def __init__(self, shape: Sequence[int], to: Sequence[int], source: Sequence[int], itemsize: int) -> None:
         given = [axis for axis in zip(to, source, shape, strict=True) if axis[2] != 1]
-        backward = [axis for axis in given if axis[0] < 0]  # from whose last elements the copies begin
+        # Negative strides start at the last element.
+        backward = [axis for axis in given if axis[0] < 0]
         to_first, source_first = (sum(axis[side] * (axis[2] - 1) for axis in backward) for side in (0, 1))
         axes = sorted(((-a, -b, size) if a < 0 else (a, b, size) for a, b, size in given), reverse=True)
         width = 1
@@ -258,7 +259,8 @@ def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
 def _words(value: int, tensor: Tensor) -> list[int]:
     """The bits of an element of this value, in words of at most 4 bytes."""
     itemsize = ITEM_NBYTES[tensor.dtype]
-    if not value:  # also of bfloat16, which numpy lacks
+    # A zero is all zero bits, also in bfloat16, which numpy lacks.
+    if not value:
         return [0] * -(-itemsize // _WORD_NBYTES)
     element = np.array(value, numpy_dtype(tensor.dtype)).reshape(1)
     words: list[int] = element.view(f"u{min(itemsize, _WORD_NBYTES)}").tolist()
