@@ -4,9 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +64,6 @@ def test_every_run_after_the_warm_up_counts_for_its_time() -> None:
     assert found.latencies.min() >= 0.01
     assert found.seconds >= 0.3
     assert found.latencies.sum() <= found.seconds
-    assert (found.interrupted, found.unfinished) == (False, 0)
 
 
 def test_a_run_longer_than_the_time_counts_once_in_each_thread() -> None:
@@ -87,49 +84,21 @@ def test_what_a_run_raises_ends_all_threads() -> None:
     assert len(runs) == 5
 
 
-def interrupting(after: int, then: Callable[[], object]) -> Callable[[], None]:
-    """A call that sends Ctrl-C in its run number ``after``, and goes on with ``then``."""
+def test_ctrl_c_ends_all_threads() -> None:
     runs: list[int] = []
 
     def call() -> None:
         runs.append(1)
-        if len(runs) == after:
+        if len(runs) == 10:
             os.kill(os.getpid(), signal.SIGINT)
-            then()
         time.sleep(0.001)
 
-    return call
-
-
-def test_ctrl_c_gives_what_was_measured_until_then() -> None:
-    found = measure([interrupting(10, lambda: time.sleep(0.1))], warm_up=0.0, duration=60.0)
-    assert found.latencies.size >= 10
-    assert found.seconds < 60
-    assert (found.interrupted, found.unfinished) == (True, 0)
-    assert measure([interrupting(10, lambda: None)], warm_up=60.0, duration=60.0).summary() == {}
-
-
-def test_ctrl_c_waits_for_no_run_that_does_not_end() -> None:
-    go_on = threading.Event()
-    begin = time.perf_counter()
-    found = measure([interrupting(10, lambda: go_on.wait(30))], warm_up=0.0, duration=60.0)
-    go_on.set()
-    assert time.perf_counter() - begin < 20
-    assert (found.latencies.size, found.interrupted, found.unfinished) == (9, True, 1)
-
-
-def test_nothing_runs_if_ctrl_c_comes_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = ThreadPoolExecutor.submit
-
-    def interrupted(*args: Any) -> None:
-        submit(*args)
-        time.sleep(0.05)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
-    runs: list[None] = []
-    found = measure([lambda: runs.append(None)] * 2, warm_up=0.0, duration=60.0)
-    assert (found.latencies.size, found.interrupted, found.unfinished, runs) == (0, True, 0, [])
+    with pytest.raises(KeyboardInterrupt):
+        measure([call, call], warm_up=60.0, duration=60.0)
+    time.sleep(0.1)
+    count = len(runs)
+    time.sleep(0.1)
+    assert len(runs) == count
 
 
 @pytest.mark.parametrize(

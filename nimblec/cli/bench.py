@@ -11,10 +11,10 @@ import numpy as np
 
 from nimblec.cli import arguments, interrupts, loading, measure, report
 from nimblec.cli.command import OWN_PROCESS, Command
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
-from nimblert.executable import Executable, load
+from nimblert.executable import load
 from nimblert.telemetry import CommandTime
 
 LONGEST_S = 86_400
@@ -82,8 +82,7 @@ def bench_plan(
 ) -> None:
     """Measure the latency and throughput of PLAN.
 
-    A run is a call from numpy arrays to numpy arrays, in each thread one after the other. Ctrl-C
-    ends the measurement and prints what there is.
+    A run is a call from numpy arrays to numpy arrays, in each thread one after the other.
 
     \b
     Examples:
@@ -109,10 +108,15 @@ def bench_plan(
             calls = [measure.taking_turns(taken, once)] * threads
         with StageProgress(verbose=False, quiet=False) as progress:
             progress(f"measure for {duration:g} s", None)
-            measured = measure.measure(calls, warm_up=warm_up, duration=duration)
-        interrupted, commands = measured.interrupted, list[CommandTime]()
-        if as_profile and not interrupted:
-            commands, interrupted = _profile(executable, inputs, chosen.name)
+            try:
+                measured = measure.measure(calls, warm_up=warm_up, duration=duration)
+            except KeyboardInterrupt:
+                # Closing the executable would wait for runs, which may never end.
+                if click.get_current_context().obj == OWN_PROCESS:
+                    interrupts.abandon()
+                raise
+        profiles = [executable.profile(inputs, entry=chosen.name) for _ in range(PROFILES if as_profile else 0)]
+        commands = measure.slowest(profiles) if profiles else []
         if as_json:
             setting = {
                 "entry": chosen.name,
@@ -120,28 +124,13 @@ def bench_plan(
                 "threads": threads,
                 "contexts": contexts,
                 "warm_up": warm_up,
-                "interrupted": interrupted,
             }
             echo_lines(json.dumps({**setting, **_facts(measured, commands)}, indent=2, ensure_ascii=False))
         else:
-            _print(measured, commands, interrupted=interrupted)
-        if measured.unfinished and click.get_current_context().obj == OWN_PROCESS:
-            interrupts.abandon()  # closing would wait for runs that may never end
-    if interrupted:
-        raise click.Abort
-
-
-def _profile(
-    executable: Executable, inputs: Mapping[str, np.ndarray], entry: str
-) -> tuple[list[CommandTime], bool]:
-    """The commands with their median times, the slowest first, and whether Ctrl-C ended the profile."""
-    profiles: list[tuple[CommandTime, ...]] = []
-    try:
-        while len(profiles) < PROFILES:
-            profiles.append(executable.profile(inputs, entry=entry))
-    except KeyboardInterrupt:
-        return measure.slowest(profiles) if profiles else [], True
-    return measure.slowest(profiles), False
+            console = report.SafeConsole()
+            console.print(report.measured(measured))
+            if commands:
+                console.print(report.profiled(commands))
 
 
 def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
@@ -157,12 +146,3 @@ def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> di
 
 def _run(inputs: Mapping[str, np.ndarray], entry: str, context: Context) -> object:
     return context.run(inputs, entry=entry)
-
-
-def _print(measured: measure.Measurement, commands: Sequence[CommandTime], *, interrupted: bool) -> None:
-    console = report.SafeConsole()
-    console.print(report.measured(measured))
-    if commands:
-        console.print(report.profiled(commands))
-    if interrupted:
-        echo("interrupted: these are the runs up to then")

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,24 +19,12 @@ T = TypeVar("T")
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
-_LAST_RUN_S = 0.5
-"""The time that an interrupt waits for runs that have begun."""
-
-_LOOK_S = 0.5
-"""The longest time that a Ctrl-C just before a wait goes unseen."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """``latencies`` are the seconds of each run, of whichever thread; ``seconds`` passed during all of them.
-
-    ``interrupted``: Ctrl-C came before the time was over; ``unfinished`` threads were still at a run then.
-    """
+    """The seconds of each run, in any thread (``latencies``), and of the whole measurement (``seconds``)."""
 
     latencies: np.ndarray = field(repr=False)
     seconds: float
-    interrupted: bool = False
-    unfinished: int = 0
 
     @property
     def throughput(self) -> float:
@@ -55,9 +43,9 @@ class Measurement:
 def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: float) -> Measurement:
     """Repeat each call in a thread of its own, all threads at once.
 
-    Each runs for ``warm_up`` seconds that do not count; when all have, each begins runs for ``duration``
-    seconds. Ctrl-C ends both: what was measured until then is the result. Raises what a call raises, and
-    ArgumentError for no calls or such seconds.
+    Each runs for ``warm_up`` seconds that do not count; when all have, each begins runs for ``duration`` seconds.
+    Raises what a call raises, and ArgumentError for no calls or such seconds. On an exception of this thread, such as
+    that of Ctrl-C, each thread ends after its current run, which is not waited for.
     """
     if not calls:
         raise ArgumentError("threads: 0, expected at least 1")
@@ -65,37 +53,40 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
         raise ArgumentError(f"warm-up: {warm_up} seconds, expected a finite number from 0")
     if not 0 < duration < math.inf:
         raise ArgumentError(f"duration: {duration} seconds, expected a finite number above 0")
-    course = _Course(len(calls), warm_up, duration)
-    lanes = [_Lane(call) for call in calls]
-    running: list[Future[None]] = []
-    interrupted = False
+    warm, ended = threading.Barrier(len(calls)), threading.Event()
     pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
     try:
-        running.extend(pool.submit(course.run, lane) for lane in lanes)
-        course.start()
-        _await(running)
-    except KeyboardInterrupt:
-        interrupted = True
+        running = [pool.submit(_warm_up_and_repeat, call, warm_up, duration, warm, ended) for call in calls]
+        lanes = [lane.result() for lane in as_completed(running)]
     finally:
-        course.end()
+        ended.set()
+        warm.abort()
         pool.shutdown(wait=False)
-    done, unfinished = wait(running, timeout=_LAST_RUN_S if interrupted else None)
-    for thread in done:
-        thread.result()
+    first = min(begin for begin, _, _ in lanes)
     return Measurement(
-        latencies=np.concatenate([np.array(lane.latencies[:]) for lane in lanes]),
-        seconds=max(0.0, *(lane.end - course.begin for lane in lanes)),
-        interrupted=interrupted,
-        unfinished=len(unfinished),
+        latencies=np.concatenate([latencies for _, _, latencies in lanes]),
+        seconds=max(end - first for _, end, _ in lanes),
     )
 
 
-def _await(running: Sequence[Future[None]]) -> None:
-    """Return when all have ended, or one has raised."""
-    while True:
-        done, left = wait(running, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
-        if not left or any(future.exception() for future in done):
-            return
+def _warm_up_and_repeat(
+    call: Callable[[], object], warm_up: float, duration: float, warm: threading.Barrier, ended: threading.Event
+) -> tuple[float, float, np.ndarray]:
+    """Return when the runs that count began and ended, and the seconds of each."""
+    _repeat(call, warm_up, ended)
+    warm.wait()
+    return _repeat(call, duration, ended)
+
+
+def _repeat(call: Callable[[], object], seconds: float, ended: threading.Event) -> tuple[float, float, np.ndarray]:
+    latencies = array("d")
+    begin = end = time.perf_counter()
+    while end - begin < seconds and not ended.is_set():
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        latencies.append(end - start)
+    return begin, end, np.array(latencies)
 
 
 def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[], object]:
@@ -134,59 +125,6 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
             give_back(item)
 
     return once
-
-
-class _Lane:
-    """The call that one thread repeats, the seconds of each run, and the end of the last one."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.call = call
-        self.latencies = array("d")
-        self.end = 0.0
-
-
-class _Course:
-    """Shared by the threads: they start, begin to count (at ``begin``) and end together."""
-
-    def __init__(self, count: int, warm_up: float, duration: float) -> None:
-        self.begin = 0.0
-        self._warm_up = warm_up
-        self._duration = duration
-        self._started = threading.Event()
-        self._ended = False
-        self._warm = threading.Barrier(count, self._begin)
-
-    def start(self) -> None:
-        """Let the threads run: not before all are known, or Ctrl-C might miss one that is at a run."""
-        self._started.set()
-
-    def end(self) -> None:
-        """Have every thread end after the run that it is at."""
-        self._ended = True
-        self._started.set()
-        self._warm.abort()
-
-    def run(self, lane: _Lane) -> None:
-        """The body of a thread."""
-        self._started.wait()
-        self._repeat(_Lane(lane.call), time.perf_counter(), self._warm_up)
-        try:
-            self._warm.wait()
-        # `end` breaks the barrier.
-        except threading.BrokenBarrierError:
-            return
-        self._repeat(lane, self.begin, self._duration)
-
-    def _begin(self) -> None:
-        self.begin = time.perf_counter()
-
-    def _repeat(self, lane: _Lane, begin: float, seconds: float) -> None:
-        lane.end = begin
-        while lane.end - begin < seconds and not self._ended:
-            start = time.perf_counter()
-            lane.call()
-            lane.end = time.perf_counter()
-            lane.latencies.append(lane.end - start)
 
 
 def slowest(profiles: Sequence[Sequence[CommandTime]]) -> list[CommandTime]:

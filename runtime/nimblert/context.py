@@ -218,7 +218,7 @@ class _Runs(_Interface):
     def close(self) -> None:
         """Give back memory, streams and graphs; calling it twice is harmless.
 
-        Waits for the run of another thread. Does nothing in a forked process.
+        Waits for the run of another thread. Does nothing after a fork.
         """
         if self._lock.close():
             self._free()
@@ -248,8 +248,8 @@ class Context(_Runs):
     """The programs of a plan with an arena, state, inputs and outputs of their own, for one thread at a time.
 
     Made by `Executable.context`; it shares weights and code with the executable. Each program is loaded on first use.
-    Of two threads that use a context at the same time, the second gets an InputError. An exception that comes within a
-    call, such as that of Ctrl-C, closes the context.
+    Of two threads that use a context at the same time, the second gets an InputError. An exception within a
+    call, such as a KeyboardInterrupt, closes the context.
     """
 
     def warm(self) -> None:

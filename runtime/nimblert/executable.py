@@ -31,8 +31,8 @@ class Executable(Context):
     """A loaded plan: a context, and the weights and code that further contexts share.
 
     Threads may share it. On a CPU with several cores, up to two calls per core run concurrently if the plan has no
-    state; other calls take turns, and callers that want concurrency use a `context` each. A process that was forked
-    after the load has to load again: threads and the GPU stay with the process that loaded.
+    state; other calls take turns, and callers that want concurrency use a `context` each. After a fork,
+    the child has to load again: threads and the GPU stay with the parent.
     """
 
     _noun = "executable"
@@ -142,7 +142,7 @@ class Executable(Context):
     def close(self) -> None:
         """Free everything, the contexts made of it too; calling it twice is harmless.
 
-        Waits for the runs of other threads. Does nothing in a forked process. Raises InputError within a call.
+        Waits for the runs of other threads. Does nothing after a fork. Raises InputError within a call.
         """
         if self._lock.is_foreign:
             return

@@ -13,9 +13,8 @@ from nimblert.errors import InputError, NimbleError
 class CallLock:
     """Lets one call at a time use a context: ``with lock: ...``. Raises InputError where a call cannot begin.
 
-    Another thread's call is waited for if ``waits``, and else refused. A call within a call is refused, from a signal
-    handler for example, and so is one in a forked process, or of a context that is ``closed``. An exception that is no
-    NimbleError, such as a KeyboardInterrupt, leaves the context in an unknown state: it is closed.
+    A call of another thread is waited for if ``waits``, and refused otherwise. Calls are refused within a call, after a
+    fork, and once the context is ``closed``. Any exception but a NimbleError closes the context: its state is unknown.
     """
 
     def __init__(self, noun: str, again: str, *, waits: bool) -> None:
@@ -57,7 +56,7 @@ class CallLock:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this is a forked process, to which nothing belongs that the context has."""
+        """Whether a fork made this process: the memory of the context belongs to the parent."""
         return os.getpid() != self._process
 
     @contextmanager
@@ -71,7 +70,7 @@ class CallLock:
             self.waits = waits
 
     def check_open(self) -> None:
-        """Raise InputError in a forked process, and where the context is closed."""
+        """Raise InputError after a fork, and where the context is closed."""
         if os.getpid() != self._process:
             raise InputError(
                 f"this {self._noun} was loaded in process {self._process}: load the plan again in this one"
@@ -82,7 +81,7 @@ class CallLock:
     def close(self) -> bool:
         """Let no call begin any more, once the one at work has ended; return whether there is something to free.
 
-        Raises InputError within a call. In a forked process there is nothing to free: all belongs to the parent.
+        Raises InputError within a call. After a fork there is nothing to free: all belongs to the parent.
         """
         if os.getpid() != self._process:
             return False
