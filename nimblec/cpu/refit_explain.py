@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from nimblec.cpu import kernels
 from nimblec.cpu.refit_deciding import SIZES
-from nimblec.cpu.refit_recipe import Fixed, Recipe, Result, Source, compute, fixed, result, settled, sources
+from nimblec.cpu.refit_recipe import Fixed, Result, Source, WeightExpression, compute, fixed, result, settled, sources
 from nimblec.onnx_import import model_nodes
 from nimblert.check.onnx_operators import find as find_operator
 from nimblert.cpu.onnx_session import nchwc_block_size, runtime_errors
@@ -29,9 +29,9 @@ _MOST_FIXED_NBYTES = 1 << 20
 """Recipes read constants that depend on no weight up to this size."""
 
 
-def folded_values(model: ModelProto, weights: Mapping[str, np.ndarray]) -> dict[str, Recipe]:
+def folded_values(model: ModelProto, weights: Mapping[str, np.ndarray]) -> dict[str, WeightExpression]:
     """The weights, and the values that nodes of the main graph compute from them and from other constants, by name."""
-    known: dict[str, Recipe] = {}
+    known: dict[str, WeightExpression] = {}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
             array = weights[tensor.name]
@@ -63,7 +63,7 @@ def _unnamed(tensor: TensorProto) -> bytes:
 class Explained:
     """``recipes`` of constants, by name; ``unknown`` are the constants that depend on weights but have no recipe."""
 
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, WeightExpression]
     unknown: tuple[str, ...]
 
 
@@ -82,7 +82,7 @@ def explain(
     candidates = list(dict.fromkeys(known.values()))
     header = kernels.header(model)
     values = _Values(candidates, weights, header)
-    recipes: dict[str, Recipe] = {}
+    recipes: dict[str, WeightExpression] = {}
     unknown = []
     for name, array in constants.items():
         found = known.get(name)
@@ -98,7 +98,7 @@ def explain(
 
 
 @cache
-def _is_rounded(recipe: Recipe | None) -> bool:
+def _is_rounded(recipe: WeightExpression | None) -> bool:
     """Whether weights are quantised on the way to a value, so that close ones may give the same."""
     if not isinstance(recipe, Result) or not sources(recipe):
         return False
@@ -106,7 +106,7 @@ def _is_rounded(recipe: Recipe | None) -> bool:
     return op_type == "QuantizeLinear" or (op_type not in SIZES and any(map(_is_rounded, recipe.inputs)))
 
 
-def _is_callable(recipe: Recipe, header: kernels.Header) -> bool:
+def _is_callable(recipe: WeightExpression, header: kernels.Header) -> bool:
     """Whether a plan may call every operator that a recipe applies to weights."""
     if not isinstance(recipe, Result) or not sources(recipe):
         return True
@@ -126,29 +126,31 @@ def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
 class _Values:
     """The values of recipes, searched for an array that equals one, or one with its elements moved."""
 
-    def __init__(self, recipes: list[Recipe], weights: Mapping[str, np.ndarray], header: kernels.Header) -> None:
-        self._arrays: dict[Recipe, np.ndarray] = {
+    def __init__(
+        self, recipes: list[WeightExpression], weights: Mapping[str, np.ndarray], header: kernels.Header
+    ) -> None:
+        self._arrays: dict[WeightExpression, np.ndarray] = {
             recipe: weights[recipe.name] for recipe in recipes if isinstance(recipe, Source)
         }
         made = [recipe for recipe in recipes if not isinstance(recipe, Source)]
         with suppress(*runtime_errors()):  # if ONNX Runtime cannot compute them, the weights alone are searched
             self._arrays |= zip(made, compute(made, weights, header), strict=True)
-        self._of_size: dict[int, list[Recipe]] = defaultdict(list)
+        self._of_size: dict[int, list[WeightExpression]] = defaultdict(list)
         for recipe, array in self._arrays.items():
             self._of_size[array.size].append(recipe)
 
-    def of(self, recipe: Recipe) -> np.ndarray | None:
+    def of(self, recipe: WeightExpression) -> np.ndarray | None:
         """The value of a recipe, if it is known."""
         return self._arrays.get(recipe)
 
-    def find(self, wanted: np.ndarray) -> Recipe | None:
+    def find(self, wanted: np.ndarray) -> WeightExpression | None:
         """A recipe for an array."""
         for find in (self._moved, self._blocked, self._joined):
             if found := find(wanted):
                 return found
         return None
 
-    def _moved(self, wanted: np.ndarray) -> Recipe | None:
+    def _moved(self, wanted: np.ndarray) -> WeightExpression | None:
         """A recipe for a value reshaped or transposed."""
         content = wanted.tobytes()
         for recipe in self._of_size[wanted.size]:
@@ -165,7 +167,7 @@ class _Values:
                     return _reshaped(turned, wanted.shape)
         return None
 
-    def _blocked(self, wanted: np.ndarray) -> Recipe | None:
+    def _blocked(self, wanted: np.ndarray) -> WeightExpression | None:
         """A recipe for the weight or bias of a convolution in ONNX Runtime's blocks, padded with zeros."""
         block = nchwc_block_size()
         if wanted.dtype != np.float32 or block == 1:
@@ -176,7 +178,7 @@ class _Values:
                     return _reshaped(change(recipe), wanted.shape)
         return None
 
-    def _joined(self, wanted: np.ndarray) -> Recipe | None:
+    def _joined(self, wanted: np.ndarray) -> WeightExpression | None:
         """A recipe for three arrays concatenated along the last axis: the projections of an attention."""
         if not wanted.ndim or wanted.shape[-1] % 3:
             return None
@@ -190,13 +192,13 @@ def _has_the_same(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(one.reshape(-1).view(np.uint8).sum() == other.reshape(-1).view(np.uint8).sum())
 
 
-def _reshaped(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
+def _reshaped(recipe: WeightExpression, shape: tuple[int, ...]) -> WeightExpression:
     return result("Reshape", recipe, fixed(np.array(shape, np.int64)))
 
 
 def _blocks(
     array: np.ndarray, block: int, shape: tuple[int, ...]
-) -> Iterator[tuple[np.ndarray, Callable[[Recipe], Recipe]]]:
+) -> Iterator[tuple[np.ndarray, Callable[[WeightExpression], WeightExpression]]]:
     """The blocked forms of an array that have as many elements as ``shape``, each with the change to its recipe."""
     count = prod(shape)
     if array.ndim == 1:
@@ -223,11 +225,11 @@ def _up(size: int, block: int) -> int:
 
 def _blocked(
     array: np.ndarray, padded: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]
-) -> tuple[np.ndarray, Callable[[Recipe], Recipe]]:
+) -> tuple[np.ndarray, Callable[[WeightExpression], WeightExpression]]:
     """An array padded with zeros, its axes split and reordered; and the function that does the same to its recipe."""
     missing = [after - before for before, after in zip(array.shape, padded, strict=True)]
 
-    def change(recipe: Recipe) -> Recipe:
+    def change(recipe: WeightExpression) -> WeightExpression:
         if any(missing):
             pads = np.array([*(0 for _ in missing), *missing], np.int64)
             recipe = result("Pad", recipe, fixed(pads))

@@ -10,7 +10,7 @@ from nimblec.base.ir import Part
 from nimblec.cpu import capture
 from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
-from nimblec.cpu.refit_recipe import Recipe, Source, model_of, sources
+from nimblec.cpu.refit_recipe import Source, WeightExpression, model_of, sources
 from nimblec.cpu.refittable import Refittable, digest
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.encoder import encode
@@ -29,7 +29,7 @@ class _Group:
     """Constants that share weights, by digest: ``given`` are weights themselves, ``made`` are computed."""
 
     given: Mapping[bytes, Source]
-    made: Mapping[bytes, Recipe]
+    made: Mapping[bytes, WeightExpression]
 
 
 def assemble_refittable(
@@ -40,7 +40,7 @@ def assemble_refittable(
     The parts were captured from models with other weights.
     """
     weights: dict[str, np.ndarray] = {}
-    recipes: dict[bytes, Recipe] = {}
+    recipes: dict[bytes, WeightExpression] = {}
     for model in models:
         weights |= model.weights
         recipes |= model.recipes
@@ -61,7 +61,7 @@ def assemble_refittable(
     return with_weights(plan, weights), tuple(notes)
 
 
-def _groups(recipes: Mapping[bytes, Recipe]) -> Iterator[_Group]:
+def _groups(recipes: Mapping[bytes, WeightExpression]) -> Iterator[_Group]:
     """The constants in groups that share no weight, in the order of ``recipes``."""
     for keys in groups({key: sources(recipe) for key, recipe in recipes.items()}):
         given = {key: recipe for key in keys if isinstance(recipe := recipes[key], Source)}

@@ -33,7 +33,7 @@ class Result:
     """An output of an operator. ``node`` is a serialized NodeProto without names; an input may be left out."""
 
     node: bytes
-    inputs: "tuple[Recipe | None, ...]"
+    inputs: "tuple[WeightExpression | None, ...]"
     output: int = 0
     output_count: int = 1
     _hash: int = field(init=False, compare=False, repr=False)
@@ -46,7 +46,7 @@ class Result:
         return self._hash
 
 
-Recipe: TypeAlias = Source | Fixed | Result
+WeightExpression: TypeAlias = Source | Fixed | Result
 
 
 def fixed(array: np.ndarray) -> Fixed:
@@ -54,14 +54,14 @@ def fixed(array: np.ndarray) -> Fixed:
     return Fixed(numpy_helper.from_array(array).SerializeToString(deterministic=True))
 
 
-def result(op_type: str, *inputs: Recipe, **attributes: Any) -> Result:
+def result(op_type: str, *inputs: WeightExpression, **attributes: Any) -> Result:
     """The output of an operator of ONNX itself that has one output."""
     node = helper.make_node(op_type, [], [], **attributes)
     return Result(node.SerializeToString(deterministic=True), inputs)
 
 
 @cache
-def sources(recipe: Recipe | None) -> frozenset[Source]:
+def sources(recipe: WeightExpression | None) -> frozenset[Source]:
     """The weights that a recipe depends on."""
     if isinstance(recipe, Source):
         return frozenset({recipe})
@@ -70,7 +70,7 @@ def sources(recipe: Recipe | None) -> frozenset[Source]:
     return frozenset()
 
 
-def model_of(recipes: Mapping[str, Recipe], header: Header) -> ModelProto:
+def model_of(recipes: Mapping[str, WeightExpression], header: Header) -> ModelProto:
     """The model whose outputs are these recipes and whose inputs are their weights, both by name."""
     model = ModelProto(ir_version=header.ir_version, functions=header.functions)
     model.opset_import.extend(OperatorSetIdProto(domain=d, version=v) for d, v in sorted(header.opsets.items()))
@@ -99,14 +99,14 @@ def _copy_outputs_that_are_read(graph: GraphProto) -> None:
 class _Writer:
     """Writes recipes as nodes, each once; those among ``outputs`` get their names."""
 
-    def __init__(self, graph: GraphProto, outputs: Mapping[str, Recipe]) -> None:
+    def __init__(self, graph: GraphProto, outputs: Mapping[str, WeightExpression]) -> None:
         self._graph = graph
-        self._names: dict[Recipe, str] = {}
-        self._outputs: dict[Recipe, str] = {}
+        self._names: dict[WeightExpression, str] = {}
+        self._outputs: dict[WeightExpression, str] = {}
         for name, recipe in outputs.items():
             self._outputs.setdefault(recipe, name)
 
-    def value(self, recipe: Recipe) -> str:
+    def value(self, recipe: WeightExpression) -> str:
         """The name of a recipe's value."""
         if recipe not in self._names:
             match recipe:
@@ -138,7 +138,7 @@ class _Writer:
         self._graph.node.append(node)
 
 
-def compute(recipes: Sequence[Recipe], arrays: Mapping[str, np.ndarray], header: Header) -> list[np.ndarray]:
+def compute(recipes: Sequence[WeightExpression], arrays: Mapping[str, np.ndarray], header: Header) -> list[np.ndarray]:
     """The values of the recipes for these weights, by name. Raises ONNX Runtime's own errors."""
     if not recipes:
         return []
@@ -150,16 +150,18 @@ def compute(recipes: Sequence[Recipe], arrays: Mapping[str, np.ndarray], header:
     return [value.numpy() for value in session.run_with_ort_values(None, given)]
 
 
-def settled(recipes: Mapping[str, Recipe], header: Header) -> dict[str, Recipe]:
+def settled(recipes: Mapping[str, WeightExpression], header: Header) -> dict[str, WeightExpression]:
     """The recipes with constants in place of all parts that depend on no weight, such as shapes."""
-    parts: dict[Recipe, None] = {}
+    parts: dict[WeightExpression, None] = {}
     for recipe in recipes.values():
         _collect(recipe, parts)
-    made: dict[Recipe, Recipe] = dict(zip(parts, map(fixed, compute(list(parts), {}, header)), strict=True))
+    made: dict[WeightExpression, WeightExpression] = dict(
+        zip(parts, map(fixed, compute(list(parts), {}, header)), strict=True)
+    )
     return {name: _replaced(recipe, made) for name, recipe in recipes.items()}
 
 
-def _collect(recipe: Recipe, parts: dict[Recipe, None]) -> None:
+def _collect(recipe: WeightExpression, parts: dict[WeightExpression, None]) -> None:
     """Add the largest parts of a recipe that depend on no weight."""
     if isinstance(recipe, Result):
         if not sources(recipe):
@@ -170,7 +172,7 @@ def _collect(recipe: Recipe, parts: dict[Recipe, None]) -> None:
                 _collect(read, parts)
 
 
-def _replaced(recipe: Recipe, made: dict[Recipe, Recipe]) -> Recipe:
+def _replaced(recipe: WeightExpression, made: dict[WeightExpression, WeightExpression]) -> WeightExpression:
     if recipe not in made:
         made[recipe] = recipe
         if isinstance(recipe, Result):

@@ -15,7 +15,7 @@ from nimblec.cpu.optimizer import OptimizedModel, Rewriting, optimize
 from nimblec.cpu.refit_batch_norm import fold_batch_norms
 from nimblec.cpu.refit_deciding import deciding_weights
 from nimblec.cpu.refit_explain import explain
-from nimblec.cpu.refit_recipe import Recipe, sources
+from nimblec.cpu.refit_recipe import WeightExpression, sources
 from nimblec.cpu.refit_weights import weights_of, with_weights
 from nimblec.onnx_import import model_nodes
 from nimblec.plan.perturbation import perturbed
@@ -33,7 +33,7 @@ class Refittable:
 
     optimized: OptimizedModel
     weights: Mapping[str, np.ndarray]
-    recipes: Mapping[bytes, Recipe]
+    recipes: Mapping[bytes, WeightExpression]
     header: kernels.Header
     kept: frozenset[str]
     before: Counter[str]

@@ -60,7 +60,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Derivation:
     """``module`` computes memories, each as one axis, from the weights ``sources``, in this order.
 
     ``parts`` are the sources of each memory.
@@ -144,7 +144,7 @@ class Derivations(TorchDispatchMode):
         memory = self._memory(tensor)
         return memory is not None and memory.node is not None
 
-    def recipe(self, tensors: Iterable[Tensor], *, on: torch.device | None = None) -> Recipe:
+    def recipe(self, tensors: Iterable[Tensor], *, on: torch.device | None = None) -> Derivation:
         """The recipe for the memories of tensors with known calls, on a device or where each was made (None)."""
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
@@ -167,8 +167,8 @@ class Derivations(TorchDispatchMode):
         graph.output(tuple(outputs))
         read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
         fixed = {name: self._fixed.get_buffer(name).to(on) for name in read}
-        return Recipe(
-            module=fx.GraphModule(fixed, graph, class_name="Recipe"),
+        return Derivation(
+            module=fx.GraphModule(fixed, graph, class_name="Derivation"),
             sources=tuple(node.meta["weight"] for node in graph.nodes if node.op == "placeholder"),
             parts=tuple(memory.sources for memory in memories),
         )
@@ -271,7 +271,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def strides_of_moved(recipe: Recipe, weight: Tensor) -> tuple[int, ...] | None:
+def strides_of_moved(recipe: Derivation, weight: Tensor) -> tuple[int, ...] | None:
     """The strides, in elements, of the only weight of a recipe in its only memory; None if that is no copy of it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(recipe.module.graph, {}))

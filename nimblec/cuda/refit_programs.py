@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nimblec.base.ir import BufferKind, Graph, Part
-from nimblec.cuda.derivation import Recipe, strides_of_moved
+from nimblec.cuda.derivation import Derivation, strides_of_moved
 from nimblec.cuda.refittable import Refittable, whole
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.recipes import groups
@@ -65,7 +65,7 @@ def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: s
     derivations, weights = refittable.derivations, refittable.weights
     names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
-    singles: dict[str, Recipe] = {}
+    singles: dict[str, Derivation] = {}
     for tensor in refittable.constants(models):
         recipe = derivations.recipe([tensor])
         name = _name(recipe, tensor)
@@ -89,7 +89,7 @@ def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: s
     return Recipes(names=names, given=given, made=tuple(made), model=model)
 
 
-def _name(recipe: Recipe, tensor: Tensor) -> str:
+def _name(recipe: Derivation, tensor: Tensor) -> str:
     """A unique name for a constant: the first of its weights, and a digest of its recipe."""
     digest = sha256(f"{recipe.sources} {tensor.dtype}".encode())
     for node in recipe.module.graph.nodes:
@@ -100,7 +100,7 @@ def _name(recipe: Recipe, tensor: Tensor) -> str:
     return f"{min(recipe.sources)} {digest.hexdigest()[:12]}"
 
 
-def _given(recipe: Recipe, weights: Mapping[str, Tensor]) -> Given | None:
+def _given(recipe: Derivation, weights: Mapping[str, Tensor]) -> Given | None:
     """The weight that a constant is a copy of, if any."""
     if len(recipe.sources) > 1:
         return None

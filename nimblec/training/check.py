@@ -18,7 +18,7 @@ from nimblec.training.state import (
     OFFSET,
     SEED,
     Named,
-    Recipe,
+    StepDefinition,
     TrainingState,
     initial_state,
     named_tensors,
@@ -42,7 +42,7 @@ _FEW = 2
 
 
 @in_float64()
-def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
+def refuse_another_step(recipe: StepDefinition, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
@@ -56,7 +56,7 @@ def refuse_another_step(recipe: Recipe, inputs: Sequence[Tensor], targets: Seque
         raise
 
 
-def _checked(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
+def _checked(recipe: StepDefinition, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
     batch = [wide(value) for value in (*inputs, *targets)]
     state = initial_state(recipe, draws=True)
     state = state.with_tensors([wide(value) for value in state.tensors()])
@@ -85,7 +85,7 @@ def _checked(recipe: Recipe, inputs: Sequence[Tensor], targets: Sequence[Tensor]
     return step
 
 
-def _double(recipe: Recipe) -> Recipe:
+def _double(recipe: StepDefinition) -> StepDefinition:
     """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     with user_code("training_step: model and optimizer cannot be copied"):
         model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))
@@ -99,7 +99,7 @@ def _double(recipe: Recipe) -> Recipe:
     return replace(recipe, model=model, loss=loss, optimizer=optimizer, accumulate=few, autocast=None, constants={})
 
 
-def _with_casts(recipe: Recipe) -> Recipe:
+def _with_casts(recipe: StepDefinition) -> StepDefinition:
     """The same, and what model and loss cast to floats or read of them is in float64, too."""
     recipe.model.__dict__["forward"] = widened(recipe.model.forward)
     return replace(recipe, loss=widened(recipe.loss))
@@ -111,7 +111,7 @@ def _kept_results(model: nn.Module) -> dict[int, Any]:
     return {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
 
 
-def _framework_call(recipe: Recipe, state: TrainingState, batch: Sequence[Tensor], *, is_due: bool) -> Named:
+def _framework_call(recipe: StepDefinition, state: TrainingState, batch: Sequence[Tensor], *, is_due: bool) -> Named:
     """The loss, and what the framework's model and optimizer then hold; the optimizer takes its step if it ``is_due``.
 
     Random numbers are those of the ``state``; all else of the state is the model's and the optimizer's own.

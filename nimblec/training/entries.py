@@ -23,7 +23,7 @@ from nimblec.training.state import (
     OFFSET,
     OPTIMIZER,
     SEED,
-    Recipe,
+    StepDefinition,
     TrainingState,
     autocasting,
     group_names,
@@ -42,7 +42,7 @@ class Train(Writing):
     ("optimizer.lr") as buffers; all else that the step keeps is in buffers, too.
     """
 
-    def __init__(self, recipe: Recipe, state: TrainingState, batch: Sequence[Tensor]) -> None:
+    def __init__(self, recipe: StepDefinition, state: TrainingState, batch: Sequence[Tensor]) -> None:
         super().__init__()
         self.training = False  # the effect of the mode is in the graph
         self.model, self.autocast = recipe.model, recipe.autocast
@@ -161,7 +161,7 @@ def entries(
             f"training_step: clip_norm: {min(idle)!r} has a gradient, which counts in the norm, and the optimizer does "
             "not update it: freeze it (requires_grad_(False)), or give it to the optimizer"
         )
-    recipe = Recipe(
+    recipe = StepDefinition(
         model=model,
         loss=loss,
         optimizer=optimizer,

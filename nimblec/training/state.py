@@ -24,7 +24,7 @@ SEED, OFFSET = "generator.seed", "generator.offset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class StepDefinition:
     """The definition of a step, which minimises the scalar ``loss(model(*inputs), *targets)``.
 
     The model takes that many ``inputs``; ``groups`` are the names of the parameters in each of the optimizer's. It
@@ -74,7 +74,7 @@ class TrainingState:
         return TrainingState(**{part: {name: next(values) for name in named} for part, named in parts})
 
 
-def initial_state(recipe: Recipe, *, draws: bool) -> TrainingState:
+def initial_state(recipe: StepDefinition, *, draws: bool) -> TrainingState:
     """The state that the next step of the optimizer would find; ``draws`` for a step that draws random numbers."""
     parameters = trained(recipe.model)
     names = {parameter: name for name, parameter in parameters.items()}

@@ -37,7 +37,7 @@ from nimblec.training.state import (
     SEED,
     SUM,
     Named,
-    Recipe,
+    StepDefinition,
     TrainingState,
     autocasting,
 )
@@ -61,7 +61,7 @@ class Step:
 
 
 def trace(
-    recipe: Recipe, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, exported: bool
+    recipe: StepDefinition, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, exported: bool
 ) -> Step:
     """The step as a graph for the device that the state is on.
 
@@ -158,7 +158,7 @@ def _plain_operators() -> Iterator[None]:
 
 
 def take_step(
-    recipe: Recipe,
+    recipe: StepDefinition,
     found: TrainingState,
     left: TrainingState,
     inputs: Sequence[Tensor],
@@ -207,7 +207,7 @@ def take_step(
     return loss.detach(), used > 0
 
 
-def _accumulate(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
+def _accumulate(recipe: StepDefinition, left: TrainingState, gradients: _Gradients, *, itself: bool) -> None:
     """Add to the sums of gradients, and take the optimizer's step if enough calls have: decided by the tensors."""
     known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     sums = {name: left.own[f"{SUM}.{name}"].add_(gradient) for name, gradient in known.items()}
@@ -220,7 +220,7 @@ def _accumulate(recipe: Recipe, left: TrainingState, gradients: _Gradients, *, i
 
 
 def _update(
-    recipe: Recipe, left: TrainingState, gradients: _Gradients, is_due: Tensor | None = None, *, itself: bool
+    recipe: StepDefinition, left: TrainingState, gradients: _Gradients, is_due: Tensor | None = None, *, itself: bool
 ) -> None:
     """The optimizer's step by these gradients, which it may change; only if it ``is_due``, and they are finite."""
     takes, scale = is_due, left.own.get(SCALE)
@@ -328,7 +328,7 @@ def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
         value.copy_(torch.where(takes, value, old))
 
 
-def _stand_in(recipe: Recipe, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
+def _stand_in(recipe: StepDefinition, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
     """The optimizer over other tensors."""
     # PyTorch 2.13's fused SGD for the CPU leaves whole vectors of halves as they are.
     is_fused = all(value.is_cuda or value.itemsize > _HALF_NBYTES for value in parameters.values())

@@ -16,7 +16,12 @@ from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import LINEARS
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.reductions.attention_op import attention
-from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY, Request, requests, use_triton_attention
+from nimblec.kernels.reductions.attention_rewrite import (
+    ATTENTION_FAMILY,
+    AttentionRequest,
+    requests,
+    use_triton_attention,
+)
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
 from nimblec.kernels.selector import FRAMEWORK
@@ -235,6 +240,6 @@ def _selector(
 
 def test_requests_say_what_they_ask() -> None:
     (request,) = requests(_graph("t5", 1)[0])
-    assert isinstance(request, Request)
+    assert isinstance(request, AttentionRequest)
     assert (request.scale, request.dtype, request.mask_dtype) == (1.0, torch.float16, torch.float16)
     assert request.shape.query_strides[2] == 3 * WIDTH, "read in the joined product"

@@ -16,7 +16,7 @@ from nimblec.graph.definitions import DEFINITIONS
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import SM_80, SM_90
 from nimblec.kernels.launch import ops
-from nimblec.kernels.products.gemm_match import Request, requests
+from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
 from nimblec.kernels.selector import FRAMEWORK, Selector
 from nimblec.optimize import optimize
@@ -168,7 +168,7 @@ class _Clock:
         self._next = self._next + self.more if self._time == self._next else 1.0
         return self._time
 
-    def framework(self, request: Request, pool: "PoolOfWeights", length: int) -> "Timed":
+    def framework(self, request: ProductRequest, pool: "PoolOfWeights", length: int) -> "Timed":
         """As GEMM's."""
         given = GEMM.framework(request, pool, length)
         exists = given is not None and not any(node.target in DEFINITIONS for node in request.nodes)
@@ -181,7 +181,7 @@ class _Clock:
         return call
 
     @property
-    def family(self) -> "Family[Request, AnyTiling]":
+    def family(self) -> "Family[ProductRequest, AnyTiling]":
         """With the framework's calls so."""
         return replace(GEMM, framework=self.framework)
 

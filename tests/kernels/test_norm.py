@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.kernels.gpu import SM_90
-from nimblec.kernels.reductions.norm_match import Request, requests
+from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.norm_rewrite import NORM, use_triton_norms
 from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling, norm_candidates
@@ -112,11 +112,11 @@ def _with_norms(module: fx.GraphModule) -> None:
     use_triton_norms(module, _first)
 
 
-def _first(request: Request) -> NormTiling:
+def _first(request: NormRequest) -> NormTiling:
     return norm_candidates(request.shape, SM_90)[0]
 
 
-def _described(request: Request) -> str:
+def _described(request: NormRequest) -> str:
     return ("rms" if request.shape.rms else "layer") + (" added" if request.residual else "")
 
 

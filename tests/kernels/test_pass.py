@@ -16,7 +16,7 @@ from nimblec.graph.state import scratch
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
-from nimblec.kernels.products.gemm_match import Request, requests
+from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, linear
 from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
@@ -44,7 +44,7 @@ SQUARE = _random(24, 24, seed=0)
 MATRIX, VECTOR = _random(24, 24) / 5, _random(24, seed=2)
 
 
-def _tiling(request: Request) -> Tiling | DepthwiseTiling:
+def _tiling(request: ProductRequest) -> Tiling | DepthwiseTiling:
     if request.kind == "depthwise":
         return DepthwiseTiling(block_m=4, block_c=16, num_warps=1)
     return Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
@@ -223,7 +223,7 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
 }  # fmt: skip
 
 
-def _told(request: Request) -> str:
+def _told(request: ProductRequest) -> str:
     words = [request.kind, request.activation, *(["residual"] if request.residual else [])]
     before = request.before
     if before is not None:
@@ -244,7 +244,7 @@ def test_what_is_fused_and_its_values(name: str) -> None:
     module, x = _graph(name)
     asked = []
 
-    def choose(request: Request) -> Tiling | DepthwiseTiling:
+    def choose(request: ProductRequest) -> Tiling | DepthwiseTiling:
         asked.append(_told(request))
         return _tiling(request)
 

@@ -15,7 +15,7 @@ from triton_process import interpret, interpreted, needs_triton
 from triton_process import run as run_process
 
 from nimblec.kernels.gpu import GPU, KNOWN, SM_90
-from nimblec.kernels.reductions.pool_match import Request, requests
+from nimblec.kernels.reductions.pool_match import PoolRequest, requests
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d, pooling_shape
 from nimblec.kernels.reductions.pool_rewrite import POOL, tilings, use_triton_pools
 from nimblec.kernels.reductions.pool_shapes import means_of
@@ -37,7 +37,7 @@ def _conv(x: Tensor) -> Tensor:
     return functional.conv2d(x, WEIGHT.to(x.dtype), padding=1)
 
 
-def _first(request: Request) -> PoolTiling:
+def _first(request: PoolRequest) -> PoolTiling:
     return tilings(request, SM_90)[0]
 
 
@@ -123,7 +123,7 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
 }
 
 
-def _told(request: Request) -> str:
+def _told(request: PoolRequest) -> str:
     return f"{request.kind}{f' by {request.divisor}' if request.divisor else ''} {request.activation}"
 
 

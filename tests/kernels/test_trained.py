@@ -18,7 +18,7 @@ from nimblec.kernels.compiling import compile_all
 from nimblec.kernels.gpu import GPU, KNOWN, SM_90
 from nimblec.kernels.launch import launch_of
 from nimblec.kernels.products.packing import CUT_OFF
-from nimblec.kernels.products.trained_match import Request, requests
+from nimblec.kernels.products.trained_match import TrainedRequest, requests
 from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
     depthwise_image_gradient,
@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Step, tuple[Tensor, ...], list[str]]] = {
 }
 
 
-def _first(request: Request) -> AnyTiling:
+def _first(request: TrainedRequest) -> AnyTiling:
     return tilings(request, SM_90)[0]
 
 

@@ -19,7 +19,7 @@ from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.optimize.passes.partition import partition
 
 if TYPE_CHECKING:
-    from nimblec.kernels.products.gemm_match import Request
+    from nimblec.kernels.products.gemm_match import ProductRequest
 
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
 
@@ -133,7 +133,7 @@ def test_each_part_is_copied_where_the_framework_is_faster(name: str) -> None:
 
 
 def test_a_choice_for_each_part() -> None:
-    def choose(request: "Request") -> Tiling | None:
+    def choose(request: "ProductRequest") -> Tiling | None:
         return TILING if request.shape.out_channels == 24 else None
 
     before = _graph(_inception)

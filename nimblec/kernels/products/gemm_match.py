@@ -24,7 +24,7 @@ _LINEARS = (*LINEARS, aten._addmm_activation.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class ProductRequest:
     """Calls that one launch could compute: ``nodes`` in their order, of which the last is the result.
 
     The result is written ``into`` part of larger images, if any. ``constants`` are all that the calls read.
@@ -76,12 +76,12 @@ class Request:
         return f"{self.kind} {self.shape} {parts} {calls}"
 
 
-def requests(module: fx.GraphModule) -> Iterator[Request]:
+def requests(module: fx.GraphModule) -> Iterator[ProductRequest]:
     """All requests in a graph; none depends on the choice for another."""
     return matches(Rewriter(module))
 
 
-def matches(rewriter: Rewriter) -> Iterator[Request]:
+def matches(rewriter: Rewriter) -> Iterator[ProductRequest]:
     """As `requests`, each made from the graph as it is when the iterator reaches it."""
     shares = _shares(rewriter)
     for head in shares.heads:
@@ -115,7 +115,7 @@ def _shares(rewriter: Rewriter) -> _Shares:
     return _Shares(heads=tuple(heads), owners=owners, before=prologues(rewriter, readers, owners))
 
 
-def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> Request | None:
+def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> ProductRequest | None:
     alone = _alone(rewriter, head)
     if alone is None:
         return None
@@ -129,12 +129,12 @@ def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> Request | No
     return replace(request, constants=constants)
 
 
-def _alone(rewriter: Rewriter, node: fx.Node) -> Request | None:
+def _alone(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
     """The request of a call by itself, without constants; None where the kernels cannot compute it."""
     return _convolution(rewriter, node) if is_call(node, *CONVOLUTIONS) else _linear(rewriter, node)
 
 
-def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
+def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
     """The request of a convolution of images, channels last."""
     given = bound(node)
     x, weight = given["input" if "input" in given else "self"], rewriter.value(given["weight"])
@@ -148,7 +148,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
     if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
-    return Request(
+    return ProductRequest(
         kind="depthwise" if given["groups"] > 1 else "convolution",
         arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
         shape=convolution_shape(fake(x), weight.shape[0], *geometry),
@@ -162,7 +162,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> Request | None:
     )
 
 
-def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
+def _linear(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
     """The request of a product with constant weights."""
     given = bound(node)
     x, bias = (given["self"], None) if "mat1" not in given else (given["mat1"], given["self"])
@@ -174,7 +174,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> Request | None:
     activation = "none"
     if is_call(node, aten._addmm_activation.default):
         activation = "gelu_tanh" if given["use_gelu"] else "relu"
-    return Request(
+    return ProductRequest(
         kind="linear",
         arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cuda.matmul),
         shape=product_shape(fake(x), fake(node).shape[1]),
@@ -205,7 +205,7 @@ def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
     return value.dtype == fake(node).dtype and value.shape == fake(node).shape[1:2]
 
 
-def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Request:
+def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) -> ProductRequest:
     """Add the calls after it that its launch computes: a residual, an activation, a `place`; none that others own.
 
     A linear is followed through views: the residual then has its order in memory.
@@ -230,7 +230,7 @@ def _with_followers(request: Request, owners: Mapping[fx.Node, fx.Node]) -> Requ
     return replace(request, into=into, shape=shape, nodes=(*request.nodes, user))
 
 
-def _with_follower(request: Request, last: fx.Node, user: fx.Node) -> Request | None:
+def _with_follower(request: ProductRequest, last: fx.Node, user: fx.Node) -> ProductRequest | None:
     """Add ``user``, which reads ``last``, as residual or activation; None where it is neither."""
     residual, activation = _other_term(user, last), activation_of(user)
     if residual is not None and request.residual is None:

@@ -16,7 +16,7 @@ from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.products.concatenation import concatenate_in_place
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
-from nimblec.kernels.products.gemm_match import Request, matches, requests
+from nimblec.kernels.products.gemm_match import ProductRequest, matches, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
 from nimblec.kernels.products.gemm_tilings import Tiling, candidates
 from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
@@ -26,7 +26,9 @@ from nimblec.kernels.selector import Choose, Family, Timed
 AnyTiling = Tiling | DepthwiseTiling
 
 
-def use_triton_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
+def use_triton_kernels(
+    module: fx.GraphModule, choose: Choose[ProductRequest, AnyTiling], trigger: Trigger = "late"
+) -> None:
     """Compute convolutions and products with the calls around them by one launch, where ``choose`` finds it faster.
 
     Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
@@ -40,7 +42,7 @@ def use_triton_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling
     rewriter.finish()
 
 
-def _replace(rewriter: Rewriter, request: Request, call: Call) -> None:
+def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
     last = request.nodes[-1]
     views = [node for node in request.nodes if is_call(node, *WHOLE_VIEWS)]
     result = viewed_alike(rewriter, call.put(rewriter, at=last), views, at=last)
@@ -48,14 +50,14 @@ def _replace(rewriter: Rewriter, request: Request, call: Call) -> None:
     rewriter.replace(last, result)
 
 
-def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
+def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     """The candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape, gpu)
     return candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
-def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
+def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     """The call that computes a request."""
     shape, source = request.shape, request.constants[request.weight]
     end = (request.activation, tiling.numbers, trigger)
@@ -83,13 +85,13 @@ def _packed(kind: str, tiling: Tiling, is_rounded: bool, weight: Tensor) -> Tens
     return (pack_linear if kind == "linear" else pack_convolution)(weight, tiling)
 
 
-def _residual(request: Request) -> fx.Node | AsStored | None:
+def _residual(request: ProductRequest) -> fx.Node | AsStored | None:
     if request.residual is None or request.kind != "linear":
         return request.residual
     return AsStored(node=request.residual, shape=(request.shape.rows, request.shape.out_channels))
 
 
-def _prologue(request: Request) -> dict[str, Any]:
+def _prologue(request: ProductRequest) -> dict[str, Any]:
     """The prologue as arguments of the ops."""
     before = request.before
     if before is None:
@@ -103,7 +105,7 @@ def _prologue(request: Request) -> dict[str, Any]:
     return given
 
 
-def framework(request: Request, pool: Pool, length: int) -> Timed:
+def framework(request: ProductRequest, pool: Pool, length: int) -> Timed:
     """The framework's calls of a request."""
     weight = request.constants[request.weight]
     copies = [pool.take(weight) for _ in range(length)]
@@ -122,13 +124,13 @@ def framework(request: Request, pool: Pool, length: int) -> Timed:
     return call
 
 
-def _read(request: Request) -> Iterator[fx.Node]:
+def _read(request: ProductRequest) -> Iterator[fx.Node]:
     """The values that the calls of a request read from outside."""
     for node in request.nodes:
         yield from (source for source in node.all_input_nodes if source not in request.nodes)
 
 
-def _value(request: Request, node: fx.Node) -> Tensor:
+def _value(request: ProductRequest, node: fx.Node) -> Tensor:
     """The value of a constant; random numbers for anything else."""
     if node in request.constants:
         return request.constants[node]
@@ -140,7 +142,7 @@ def _prepare(module: fx.GraphModule, _compile_jobs: Compile) -> None:
     concatenate_in_place(module)
 
 
-GEMM: Family[Request, AnyTiling] = Family(
+GEMM: Family[ProductRequest, AnyTiling] = Family(
     name="gemm",
     requests=requests,
     tilings=tilings,

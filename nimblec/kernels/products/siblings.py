@@ -9,7 +9,7 @@ from nimblec.graph.rewriter import Rewriter, bound, constant_of, fake, only_user
 from nimblec.graph.views import replace_by_slices
 from nimblec.kernels.images import ALIGNMENT_NBYTES
 from nimblec.kernels.products.concatenation import begins_concatenations
-from nimblec.kernels.products.gemm_match import Request, requests
+from nimblec.kernels.products.gemm_match import ProductRequest, requests
 
 
 def join_siblings(module: fx.GraphModule) -> None:
@@ -21,8 +21,8 @@ def join_siblings(module: fx.GraphModule) -> None:
     rewriter = Rewriter(module)
     asked = [request for request in requests(module) if request.kind != "linear"]
     readers = {request.head for request in asked}
-    siblings: dict[object, list[Request]] = {}
-    beginnings: dict[object, Request] = {}
+    siblings: dict[object, list[ProductRequest]] = {}
+    beginnings: dict[object, ProductRequest] = {}
     for request in asked:
         if not _can_join(request):
             continue
@@ -39,7 +39,7 @@ def join_siblings(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _can_join(request: Request) -> bool:
+def _can_join(request: ProductRequest) -> bool:
     return (
         request.kind == "convolution"
         and request.residual is None
@@ -53,14 +53,14 @@ def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
     return all(user in readers and times_read(images, user) == 1 for user in images.users)
 
 
-def _shared(request: Request) -> object:
+def _shared(request: ProductRequest) -> object:
     """What siblings have in common: the call except for its weights, and the activation after it."""
     head = request.head
     given = bound(head) | {"weight": request.shape.kernel, "bias": request.bias is None}
     return head.target, request.dtype, request.activation, tuple(map(str, given.values()))
 
 
-def _join(rewriter: Rewriter, group: list[Request]) -> None:
+def _join(rewriter: Rewriter, group: list[ProductRequest]) -> None:
     heads = [request.head for request in group]
     first = min(heads)
     given = bound(heads[0])

@@ -23,7 +23,7 @@ _LONGEST_DEPTHWISE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class TrainedRequest:
     """A convolution, or the gradient of its ``images`` or ``weights``, of two tensors in the order its op takes.
 
     ``nodes`` are the framework's calls, of which the last is the result.
@@ -49,7 +49,7 @@ class Request:
         return f"{self.kind}{bias} {self.shape} of {pixel_stride(fake(self.first))} {self.dtype} {self.arithmetic}"
 
 
-def requests(module: fx.GraphModule) -> Iterator[Request]:
+def requests(module: fx.GraphModule) -> Iterator[TrainedRequest]:
     """All requests in a graph."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
@@ -63,7 +63,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
             yield request
 
 
-def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Request | None:
+def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> TrainedRequest | None:
     """The request of a convolution whose weights are not constant."""
     x, weight = given["input"], given["weight"]
     if rewriter.value(weight) is not None or not is_read_well(fake(x)):
@@ -73,7 +73,9 @@ def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Reques
     return _of_images("forward", "depthwise", given, node, x)
 
 
-def _of_images(whole: Kind, depthwise: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node) -> Request | None:
+def _of_images(
+    whole: Kind, depthwise: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node
+) -> TrainedRequest | None:
     """The request of new images, made of ``first`` and the weights; other groups are left to the library."""
     weight, channels = given["weight"], fake(given["input"]).shape[1]
     if given["groups"] == 1 and is_channels_last(fake(weight)):
@@ -82,7 +84,7 @@ def _of_images(whole: Kind, depthwise: Kind, given: dict[str, Any], result: fx.N
     return _request(depthwise, given, result, first, weight) if is_depthwise and fake(weight).is_contiguous() else None
 
 
-def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
+def _gradient(node: fx.Node, given: dict[str, Any]) -> TrainedRequest | None:
     """The request of a gradient of a convolution, where the call computes only this one."""
     grad, x, weight, mask = (given[name] for name in ("grad_output", "input", "weight", "output_mask"))
     result = only_user(node)
@@ -101,12 +103,12 @@ def _gradient(node: fx.Node, given: dict[str, Any]) -> Request | None:
     return _request("weights", given, result, grad, x) if given["groups"] == 1 else None
 
 
-def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node, second: fx.Node) -> Request:
+def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node, second: fx.Node) -> TrainedRequest:
     weight, images = fake(given["weight"]), fake(given["input"])
     is_made = kind in ("images", "depthwise images")
     laid = torch.empty_like(images, device="meta", memory_format=torch.channels_last) if is_made else images
     is_forward = is_call(result, CONVOLUTION)
-    return Request(
+    return TrainedRequest(
         kind=kind,
         arithmetic=arithmetic_of(images.dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
         shape=convolution_shape(

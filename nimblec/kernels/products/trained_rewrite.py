@@ -11,7 +11,7 @@ from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import counters_of
-from nimblec.kernels.products.trained_match import Request, requests
+from nimblec.kernels.products.trained_match import TrainedRequest, requests
 from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
     depthwise_image_gradient,
@@ -38,7 +38,9 @@ aten = torch.ops.aten
 AnyTiling = Tiling | DepthwiseSum | DepthwiseTiling
 
 
-def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTiling], trigger: Trigger = "late") -> None:
+def use_trained_kernels(
+    module: fx.GraphModule, choose: Choose[TrainedRequest, AnyTiling], trigger: Trigger = "late"
+) -> None:
     """Compute convolutions of trained weights and their gradients by one launch each, where ``choose`` finds it faster.
 
     Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
@@ -60,7 +62,7 @@ def use_trained_kernels(module: fx.GraphModule, choose: Choose[Request, AnyTilin
     rewriter.finish()
 
 
-def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
+def tilings(request: TrainedRequest, gpu: GPU) -> Sequence[AnyTiling]:
     """The candidates of a request."""
     if request.kind == "depthwise weights":
         return depthwise_weight_candidates(request.shape, gpu)
@@ -74,7 +76,7 @@ def tilings(request: Request, gpu: GPU) -> Sequence[AnyTiling]:
     return finders[request.kind](request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
-def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
+def call(request: TrainedRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     """The call that computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
@@ -94,19 +96,19 @@ def call(request: Request, tiling: AnyTiling, trigger: Trigger) -> Call:
     return Call(op=weight_gradient, args=(*read, counted, list(shape.kernel), *end), kwargs=how)
 
 
-def _counters(request: Request, tiling: Tiling | DepthwiseSum) -> Made | None:
+def _counters(request: TrainedRequest, tiling: Tiling | DepthwiseSum) -> Made | None:
     products = {"images": image_product, "weights": weight_product}
     shape = products[request.kind](request.shape) if request.kind in products else request.shape
     return counters_of(tiling, shape, fake(request.first).device)
 
 
-def framework(request: Request, _pool: Pool, _length: int) -> Timed:
+def framework(request: TrainedRequest, _pool: Pool, _length: int) -> Timed:
     """The framework's calls of a request."""
     values = {node: example(fake(node), fake(node).device) for node in request.nodes[0].all_input_nodes}
     return lambda _: evaluate(request.nodes, values)
 
 
-TRAINED: Family[Request, AnyTiling] = Family(
+TRAINED: Family[TrainedRequest, AnyTiling] = Family(
     name="trained",
     requests=requests,
     tilings=tilings,

@@ -32,7 +32,7 @@ _COPIES = (aten.clone.default, aten.contiguous.default, aten.expand.default, *RE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class AttentionRequest:
     """An attention call ``node`` that one launch could compute, and the values that it would read."""
 
     node: fx.Node
@@ -60,7 +60,7 @@ class Request:
 
 
 def use_triton_attention(
-    module: fx.GraphModule, choose: Choose[Request, AttentionTiling], trigger: Trigger = "late"
+    module: fx.GraphModule, choose: Choose[AttentionRequest, AttentionTiling], trigger: Trigger = "late"
 ) -> None:
     """Compute attention by one launch, which reads any strides in place, where ``choose`` finds it faster.
 
@@ -86,7 +86,7 @@ def use_triton_attention(
     separate_outputs(module)
 
 
-def requests(module: fx.GraphModule) -> Iterator[Request]:
+def requests(module: fx.GraphModule) -> Iterator[AttentionRequest]:
     """All requests in a graph."""
     rewriter = Rewriter(module)
     fixed = any(node.target in BY_STRIDE for node in module.graph.nodes)
@@ -101,7 +101,7 @@ def _strides(result: Tensor) -> tuple[int, ...]:
     return torch.empty_like(result.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2).stride()
 
 
-def _request(node: fx.Node) -> Request | None:
+def _request(node: fx.Node) -> AttentionRequest | None:
     given = bound(node)
     query, key, value = (_uncopied(given[name]) for name in ("query", "key", "value"))
     mask, causal = given["attn_mask"], bool(given["is_causal"])
@@ -114,7 +114,7 @@ def _request(node: fx.Node) -> Request | None:
     if max(shape.spans) >= 1 << 31 or shape.keys > LONGEST:
         return None
     scale = 1 / math.sqrt(shape.size) if given["scale"] is None else float(given["scale"])
-    return Request(node=node, shape=shape, scale=scale, query=query, key=key, value=value, mask=mask)
+    return AttentionRequest(node=node, shape=shape, scale=scale, query=query, key=key, value=value, mask=mask)
 
 
 def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
@@ -146,18 +146,18 @@ def _uncopied(node: fx.Node) -> fx.Node:
     return best
 
 
-def tilings(request: Request, gpu: GPU) -> Sequence[AttentionTiling]:
+def tilings(request: AttentionRequest, gpu: GPU) -> Sequence[AttentionTiling]:
     """The candidates of a request."""
     return attention_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
-def call(request: Request, tiling: AttentionTiling, trigger: Trigger) -> Call:
+def call(request: AttentionRequest, tiling: AttentionTiling, trigger: Trigger) -> Call:
     """The call that computes a request: (batch, queries, heads, size)."""
     read = (request.query, request.key, request.value, request.mask)
     return Call(op=attention, args=(*read, request.shape.causal, request.scale, tiling.numbers, trigger))
 
 
-def framework(request: Request, _pool: Pool, _length: int) -> Timed:
+def framework(request: AttentionRequest, _pool: Pool, _length: int) -> Timed:
     """The framework's call, on arguments with the strides that they have in the graph."""
     given = bound(request.node)
     read = [_example(given[name]) for name in ("query", "key", "value", "attn_mask")]
@@ -169,7 +169,7 @@ def _example(node: fx.Node | None) -> Tensor | None:
     return None if node is None else example(fake(node), fake(node).device)
 
 
-ATTENTION_FAMILY: Family[Request, AttentionTiling] = Family(
+ATTENTION_FAMILY: Family[AttentionRequest, AttentionTiling] = Family(
     name="attention",
     requests=requests,
     tilings=tilings,

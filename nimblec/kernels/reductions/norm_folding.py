@@ -19,7 +19,7 @@ from nimblec.kernels.compiling import Compile
 from nimblec.kernels.products.gemm_op import linear, linear_and_moments
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import pack_rows, unpack_rows
-from nimblec.kernels.reductions.norm_match import Request, requests
+from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.shapes import next_power_of_2
 
 _MOST_MOMENTS = 64
@@ -30,7 +30,7 @@ _MOST_MOMENTS = 64
 class _Normed:
     """A product ``reader`` of a norm of a product ``maker``; ``weight`` (out channels, columns) includes the norm's."""
 
-    request: Request
+    request: NormRequest
     maker: fx.Node
     reader: fx.Node
     weight: Tensor
@@ -55,7 +55,7 @@ def fold_norms_into_products(module: fx.GraphModule, compile_jobs: Compile) -> N
     compile_jobs(list({repr(job): job for job in jobs}.values()))
 
 
-def _normed(rewriter: Rewriter, request: Request) -> Iterator[_Normed]:
+def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
     """The products that read a norm; none where the norm cannot be folded."""
     x, result, maker = fake(request.x), fake(request.result), _maker(request.x)
     if maker is None or request.residual is not None or x.dtype not in HALF or result.dtype != x.dtype:
@@ -100,7 +100,7 @@ def _moments_of_a_thread(reader: fx.Node, parts: int) -> float:
     return 2 * tiling.block_m * next_power_of_2(parts) / (32 * tiling.num_warps)
 
 
-def _with_weights(rewriter: Rewriter, request: Request, maker: fx.Node, reader: fx.Node) -> _Normed:
+def _with_weights(rewriter: Rewriter, request: NormRequest, maker: fx.Node, reader: fx.Node) -> _Normed:
     given = bound(reader)
     packed, bias = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     scale, shift = rewriter.value(request.weight), rewriter.value(request.bias)

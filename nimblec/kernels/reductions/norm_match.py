@@ -19,7 +19,7 @@ _NORMS = (aten.native_layer_norm.default, aten._fused_rms_norm.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class NormRequest:
     """Calls that one launch could compute; ``result`` is the norm.
 
     ``total`` is the sum of ``x`` and ``residual``, where that is computed too.
@@ -52,14 +52,14 @@ class Request:
         return f"norm {self.shape} {self.eps} {fake(self.x).dtype} {self.residual is not None} {dtypes}"
 
 
-def requests(module: fx.GraphModule) -> Iterator[Request]:
+def requests(module: fx.GraphModule) -> Iterator[NormRequest]:
     """All requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
     """
     rewriter = Rewriter(module)
     rewriter.propagate()
-    found: list[Request] = []
+    found: list[NormRequest] = []
     for node in module.graph.nodes:
         request = _request(rewriter, node)
         if request is not None:
@@ -67,7 +67,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
     yield from alone(found)
 
 
-def _request(rewriter: Rewriter, node: fx.Node) -> Request | None:
+def _request(rewriter: Rewriter, node: fx.Node) -> NormRequest | None:
     """The request that begins with the call ``node``: a norm, or the root of a mean of squares."""
     request = None
     if is_call(node, *_NORMS):
@@ -77,7 +77,7 @@ def _request(rewriter: Rewriter, node: fx.Node) -> Request | None:
     return request if request is not None and _is_served(rewriter, request) else None
 
 
-def _norm(node: fx.Node) -> Request | None:
+def _norm(node: fx.Node) -> NormRequest | None:
     given = bound(node)
     result = next((user for user in node.users if user.args[1] == 0), None)
     if result is None or len(node.users) > 1 or not fake(result).numel():
@@ -86,7 +86,7 @@ def _norm(node: fx.Node) -> Request | None:
         return None
     x = given["input"]
     rms = is_call(node, aten._fused_rms_norm.default)
-    return Request(
+    return NormRequest(
         shape=_shape(x, rms=rms),
         eps=float(given["eps"]),
         x=x,
@@ -103,7 +103,7 @@ def _shape(x: fx.Node, *, rms: bool) -> Norm:
     return Norm(rows=fake(x).numel() // fake(x).shape[-1], columns=fake(x).shape[-1], rms=rms)
 
 
-def _written_out(rewriter: Rewriter, root: fx.Node) -> Request | None:
+def _written_out(rewriter: Rewriter, root: fx.Node) -> NormRequest | None:
     """``x * rsqrt(mean(x ** 2) + eps) * weight``, cast to float32 before and back after, as models write it."""
     found = _root_mean_square(rewriter, root)
     scaled = only_user(root)
@@ -122,7 +122,7 @@ def _written_out(rewriter: Rewriter, root: fx.Node) -> Request | None:
     weight = _weight(rewriter, product, calls[-1])
     if weight is not None and product is not None:
         calls.append(product)
-    return Request(
+    return NormRequest(
         shape=_shape(x, rms=True),
         eps=eps,
         x=x,
@@ -182,7 +182,7 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_served(rewriter: Rewriter, request: Request) -> bool:
+def _is_served(rewriter: Rewriter, request: NormRequest) -> bool:
     """Whether rows are contiguous and not too long, dtypes are supported, and weights are constant."""
     x, result = fake(request.x), fake(request.result)
     return (
@@ -204,7 +204,7 @@ def _is_constant(rewriter: Rewriter, node: fx.Node | None, columns: int) -> bool
     return value is not None and value.dtype in DTYPES and tuple(value.shape) == (columns,) and value.is_contiguous()
 
 
-def _with_residual(request: Request, taken: Collection[fx.Node | None]) -> Request:
+def _with_residual(request: NormRequest, taken: Collection[fx.Node | None]) -> NormRequest:
     """Add the sum before it, even if others read that too, unless another norm has taken it."""
     total = request.x
     if total in taken or not is_call(total, aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:

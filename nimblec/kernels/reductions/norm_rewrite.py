@@ -15,13 +15,15 @@ from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.call import Call, Pool
 from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.reductions.norm_folding import fold_norms_into_products
-from nimblec.kernels.reductions.norm_match import Request, requests
+from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.norm_tilings import NormTiling, norm_candidates
 from nimblec.kernels.selector import Choose, Family
 
 
-def use_triton_norms(module: fx.GraphModule, choose: Choose[Request, NormTiling], trigger: Trigger = "late") -> None:
+def use_triton_norms(
+    module: fx.GraphModule, choose: Choose[NormRequest, NormTiling], trigger: Trigger = "late"
+) -> None:
     """Compute layer norms and RMS norms with the sum before them by one launch, with the tiling that ``choose`` gives.
 
     Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
@@ -35,7 +37,7 @@ def use_triton_norms(module: fx.GraphModule, choose: Choose[Request, NormTiling]
     rewriter.finish()
 
 
-def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, trigger: Trigger) -> None:
+def _replace(rewriter: Rewriter, request: NormRequest, tiling: NormTiling, trigger: Trigger) -> None:
     result, total = request.result, request.total
     if total is None:
         rewriter.replace(result, call(request, tiling, trigger).put(rewriter, at=result))
@@ -49,12 +51,12 @@ def _replace(rewriter: Rewriter, request: Request, tiling: NormTiling, trigger: 
     rewriter.replace(total, added)
 
 
-def tilings(request: Request, gpu: GPU) -> Sequence[NormTiling]:
+def tilings(request: NormRequest, gpu: GPU) -> Sequence[NormTiling]:
     """The candidates of a request."""
     return norm_candidates(request.shape, gpu)
 
 
-def call(request: Request, tiling: NormTiling, trigger: Trigger) -> Call:
+def call(request: NormRequest, tiling: NormTiling, trigger: Trigger) -> Call:
     """The call that computes a request: the norm, and its argument where that is a sum with a residual."""
     dtype = fake(request.result).dtype
     how = (request.weight, request.bias, request.eps, request.shape.rms, dtype, tiling.numbers, trigger)
@@ -63,11 +65,11 @@ def call(request: Request, tiling: NormTiling, trigger: Trigger) -> Call:
     return Call(op=add_layer_norm, args=(request.x, request.residual, *how))
 
 
-def framework(_request: Request, _pool: Pool, _length: int) -> None:
+def framework(_request: NormRequest, _pool: Pool, _length: int) -> None:
     """None: the alternative is a generated kernel, and only the whole plan shows the gain."""
 
 
-NORM: Family[Request, NormTiling] = Family(
+NORM: Family[NormRequest, NormTiling] = Family(
     name="norm",
     requests=requests,
     tilings=tilings,

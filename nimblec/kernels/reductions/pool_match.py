@@ -23,7 +23,7 @@ ADAPTIVE, MEAN = aten._adaptive_avg_pool2d.default, aten.mean.dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Request:
+class PoolRequest:
     """Calls that one launch could compute; the last one is the result.
 
     ``kind`` is None for means over all pixels. The result lies ``channels_last`` or contiguous.
@@ -64,7 +64,7 @@ class Request:
         return f"pool {self.shape} {self.kind} {self.divisor} {self.activation} {self.dtype} {calls}"
 
 
-def requests(module: fx.GraphModule) -> Iterator[Request]:
+def requests(module: fx.GraphModule) -> Iterator[PoolRequest]:
     """All requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
@@ -75,7 +75,7 @@ def requests(module: fx.GraphModule) -> Iterator[Request]:
     yield from alone([_with_activation(request) for request in found if request is not None])
 
 
-def _request(node: fx.Node) -> Request | None:
+def _request(node: fx.Node) -> PoolRequest | None:
     x: fx.Node = bound(node)["self"]
     like = fake(x)
     if like.dim() != 4 or like.dtype not in DTYPES or not like.numel() or not is_within_reach(like):
@@ -91,7 +91,7 @@ def _request(node: fx.Node) -> Request | None:
     return request if request is not None and _is_laid(request) else None
 
 
-def _maxima(node: fx.Node, x: fx.Node) -> Request | None:
+def _maxima(node: fx.Node, x: fx.Node) -> PoolRequest | None:
     """The request of a max pooling whose indices nothing reads."""
     given = bound(node)
     result = next(iter(node.users), None)
@@ -101,7 +101,7 @@ def _maxima(node: fx.Node, x: fx.Node) -> Request | None:
     return _windows((node, result), x, "max", _pair(given["kernel_size"]), *geometry, is_ceil=given["ceil_mode"])
 
 
-def _averages(node: fx.Node, x: fx.Node) -> Request | None:
+def _averages(node: fx.Node, x: fx.Node) -> PoolRequest | None:
     """The request of an average pooling; the kernel takes no negative divisor."""
     given = bound(node)
     kernel, padding, divisor = _pair(given["kernel_size"]), _pair(given["padding"]), given["divisor_override"]
@@ -115,7 +115,7 @@ def _averages(node: fx.Node, x: fx.Node) -> Request | None:
     return replace(request, divisor=divisor)
 
 
-def _adaptive(node: fx.Node, x: fx.Node) -> Request | None:
+def _adaptive(node: fx.Node, x: fx.Node) -> PoolRequest | None:
     """The request of an adaptive pooling whose windows all have the same size."""
     pairs = list(zip(fake(x).shape[2:], bound(node)["output_size"], strict=True))
     if not all(wanted and size % wanted == 0 for size, wanted in pairs):
@@ -126,7 +126,7 @@ def _adaptive(node: fx.Node, x: fx.Node) -> Request | None:
     return _windows((node,), x, "average", kernel, kernel, (0, 0), (1, 1))
 
 
-def _mean(node: fx.Node, x: fx.Node) -> Request | None:
+def _mean(node: fx.Node, x: fx.Node) -> PoolRequest | None:
     given = bound(node)
     if sorted(axis % 4 for axis in given["dim"] or ()) != [2, 3] or fake(node).dtype != fake(x).dtype:
         return None
@@ -143,19 +143,19 @@ def _windows(
     dilation: Pair,
     *,
     is_ceil: bool = False,
-) -> Request:
+) -> PoolRequest:
     shape = pooling_shape(fake(x), kernel, stride, padding, dilation, is_ceil)
-    return Request(calls=calls, x=x, shape=shape, kind=kind, channels_last=lies_channels_last(fake(x)))
+    return PoolRequest(calls=calls, x=x, shape=shape, kind=kind, channels_last=lies_channels_last(fake(x)))
 
 
-def _whole(calls: tuple[fx.Node, ...], x: fx.Node) -> Request:
+def _whole(calls: tuple[fx.Node, ...], x: fx.Node) -> PoolRequest:
     """The request of means over all pixels, with the layout of the framework's result."""
     result = fake(calls[-1])
     channels_last = result.dim() == 4 and result.stride() == _strides(result, channels_last=True)
-    return Request(calls=calls, x=x, shape=means_of(fake(x)), kind=None, channels_last=channels_last)
+    return PoolRequest(calls=calls, x=x, shape=means_of(fake(x)), kind=None, channels_last=channels_last)
 
 
-def _is_laid(request: Request) -> bool:
+def _is_laid(request: PoolRequest) -> bool:
     """Whether the kernels' result has the calls' strides: torch's vary for images of one pixel or one channel."""
     result = fake(request.result)
     return bool(result.numel()) and result.stride() == _strides(result, channels_last=request.channels_last)
@@ -166,7 +166,7 @@ def _strides(like: Tensor, *, channels_last: bool) -> tuple[int, ...]:
     return torch.empty(like.shape, device="meta", memory_format=memory_format).stride()
 
 
-def _with_activation(request: Request) -> Request:
+def _with_activation(request: PoolRequest) -> PoolRequest:
     """Add the only reader of the result, if it is an activation."""
     user = only_user(request.result)
     activation = None if user is None else activation_of(user)

@@ -12,7 +12,7 @@ from torch import fx
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.kernels.call import Call, Pool, evaluate, example
 from nimblec.kernels.gpu import GPU, Trigger
-from nimblec.kernels.reductions.pool_match import Request, requests
+from nimblec.kernels.reductions.pool_match import PoolRequest, requests
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.kernels.reductions.pool_shapes import Pooling
 from nimblec.kernels.reductions.pool_tilings import PoolTiling, mean_candidates, pool_candidates
@@ -21,7 +21,9 @@ from nimblec.kernels.selector import Choose, Family, Timed
 aten = torch.ops.aten
 
 
-def use_triton_pools(module: fx.GraphModule, choose: Choose[Request, PoolTiling], trigger: Trigger = "late") -> None:
+def use_triton_pools(
+    module: fx.GraphModule, choose: Choose[PoolRequest, PoolTiling], trigger: Trigger = "late"
+) -> None:
     """Compute pools and means of images with the activation after them by one launch, where ``choose`` finds it faster.
 
     Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
@@ -41,14 +43,14 @@ def use_triton_pools(module: fx.GraphModule, choose: Choose[Request, PoolTiling]
     rewriter.finish()
 
 
-def tilings(request: Request, gpu: GPU) -> Sequence[PoolTiling]:
+def tilings(request: PoolRequest, gpu: GPU) -> Sequence[PoolTiling]:
     """The candidates of a request."""
     if isinstance(request.shape, Pooling):
         return pool_candidates(request.shape, gpu)
     return mean_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
-def call(request: Request, tiling: PoolTiling, trigger: Trigger) -> Call:
+def call(request: PoolRequest, tiling: PoolTiling, trigger: Trigger) -> Call:
     """The call that computes a request; means have four axes."""
     shape, end = request.shape, (request.activation, tiling.numbers, trigger)
     if not isinstance(shape, Pooling):
@@ -57,13 +59,13 @@ def call(request: Request, tiling: PoolTiling, trigger: Trigger) -> Call:
     return Call(op=pool2d, args=(request.x, request.kind, *geometry, shape.ceil_mode, request.divisor, *end))
 
 
-def framework(request: Request, _pool: Pool, _length: int) -> Timed:
+def framework(request: PoolRequest, _pool: Pool, _length: int) -> Timed:
     """The framework's calls of a request."""
     values = {request.x: example(fake(request.x), fake(request.x).device)}
     return lambda _: evaluate(request.calls, values)
 
 
-POOL: Family[Request, PoolTiling] = Family(
+POOL: Family[PoolRequest, PoolTiling] = Family(
     name="pool",
     requests=requests,
     tilings=tilings,
