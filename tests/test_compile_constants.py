@@ -79,16 +79,15 @@ def test_constants_in_python(rated: Path) -> None:
 
 def test_the_cuda_target_takes_them_from_its_request(rated: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from nimblec.base.source import Source
-    from nimblec.cuda import compile as cuda
-
     options = read_options(dims={"n": 2}, constants={"rate": "16000", "scale": np.array([2], bfloat16)})
-    request = cuda._request(tmp_path, Source(kind="onnx", model=str(rated)), options, tmp_path / "m.plan")
+    source = Source(kind="onnx", model=str(rated))
+    CompileRequest(source=source, options=options, output=tmp_path / "m.plan", sys_path=()).save(tmp_path)
 
     def on_cpu(path: Path, **settings: Any) -> Any:
         return load_onnx(path, **{**settings, "device": "cpu"})
 
     monkeypatch.setattr("nimblec.onnx_import.torch_model.load_onnx", on_cpu)
-    (loaded,) = load_files(CompileRequest.from_json(request.to_json())).values()
+    (loaded,) = load_files(CompileRequest.load(tmp_path)).values()
     assert [name for name, _ in loaded.inputs] == ["x"]
     y, z = loaded.module(torch.from_numpy(X))
     assert torch.equal(y, torch.from_numpy(-X))

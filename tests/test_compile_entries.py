@@ -1,6 +1,7 @@
 """Models of several entries, from Python and by name, through to a run."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -122,32 +123,43 @@ def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
     assert all(Path(part.model).is_file() for _, part in source.entries)
 
 
-def test_a_request_crosses_to_the_capture_process_as_it_is() -> None:
+def test_compile_request_loads_every_field(tmp_path: Path) -> None:
     parts = tuple(
         (name, Source(kind="exported", model=f"/models/{name}.pt2", shared=(("kept", 0),))) for name in ("a", "b")
     )
-    request = CompileRequest(
-        source=Source(kind="entries", entries=parts, labels=(("s77", "batch"),)),
+    image, mask = np.ones((2, 3), np.float32), np.array([True])
+    options = Options(
+        target="cuda",
         inputs=(InputSpec(name="x", shape=(1, 2), dtype="float32"), InputSpec(name="y", shape=())),
         named_inputs=(NamedInput(name="z", shape=("batch", 2)),),
         dims=(("batch", 4),),
         sizes=(("length", (1, 2, 4)),),
         pad_masks=("mask",),
-        constants=Path("/models/constants.npz"),
-        examples=Path("/models/examples.npz"),
-        output=Path("/models/model.plan"),
+        constants=(("file", mask),),
+        examples=(("image:0", image),),
         level=2,
         precision="fp16",
+        max_error=1e-3,
+        approximate=True,
         print_passes=True,
         refittable=True,
+        streams="2",
+        memory_limit=1 << 20,
         reproducible=True,
-        max_error=1e-3,
-        streams="auto",
-        memory_limit=None,
         timing_cache=Path("/models/timings.json"),
-        sys_path=("/a", "/b"),
+        plan_cache=None,
     )
-    assert CompileRequest.from_json(request.to_json()) == request
+    left = [field.name for field in fields(Options) if getattr(options, field.name) == getattr(Options(), field.name)]
+    assert left == []
+    source = Source(kind="entries", entries=parts, labels=(("s77", "batch"),))
+    request = CompileRequest(source=source, options=options, output=Path("/m.plan"), sys_path=("/a", "/b"))
+    request.save(tmp_path)
+    found = CompileRequest.load(tmp_path)
+    assert found == request
+    ((name, constant),), ((other, example),) = found.options.constants, found.options.examples
+    assert (name, other) == ("file", "image:0")
+    np.testing.assert_array_equal(constant, mask)
+    np.testing.assert_array_equal(example, image)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ def write_checked(
         with reports.stage("run the framework"):
             runs = zip(plan.programs, recorded.values(), originals.values(), strict=True)
             plan = replace(plan, programs=tuple(_with_golden(*run, request, reports) for run in runs))
-        if request.sizes:
+        if request.options.sizes:
             with reports.stage("padding"), code.ignoring():
                 plan, notes = find_fits(plan)
             reports.note(notes)
@@ -67,7 +67,7 @@ def _with_golden(
         reports.note([f"{apart}: the plan is checked within that spread"])
     if recorded.model is not original:
         reference = partial(recorded.recorder.compute, model=original)
-        reports.note(accuracy.report(program, reference, recorded.recorder.compute, request.max_error))
+        reports.note(accuracy.report(program, reference, recorded.recorder.compute, request.options.max_error))
     return replace(program, golden=golden.record(_SEED, first, tolerance))
 
 

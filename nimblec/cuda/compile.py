@@ -11,11 +11,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nimblec.base import errors
 from nimblec.base.errors import CompileError
-from nimblec.base.options import DEFAULT_LEVEL, Options
+from nimblec.base.options import Options
 from nimblec.base.processes import environment, module_command
 from nimblec.base.source import Source
 from nimblec.base.stages import Observer, stage
@@ -36,44 +34,11 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
             "--approximate: only CPU plans have it: leave it out, or compile for --target cpu; --precision fp16 and "
             "bf16 trade accuracy for speed on a GPU"
         )
+    sys_path = tuple(path for path in sys.path if path)
+    request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
-        path = folder / "request.json"
-        path.write_text(_request(folder, source, options, output).to_json())
-        return tuple(_run_worker(path, observer))
-
-
-def _request(folder: Path, source: Source, options: Options, output: Path) -> CompileRequest:
-    """The request, whose arrays are written to ``folder``."""
-    return CompileRequest(
-        source=source,
-        inputs=options.inputs,
-        named_inputs=options.named_inputs,
-        dims=options.dims,
-        sizes=options.sizes,
-        pad_masks=options.pad_masks,
-        constants=_written(folder / "constants.npz", options.constants),
-        examples=_written(folder / "examples.npz", options.examples),
-        output=output,
-        level=DEFAULT_LEVEL if options.level is None else options.level,
-        precision=options.precision,
-        max_error=options.max_error,
-        print_passes=options.print_passes,
-        refittable=options.refittable,
-        streams=options.streams,
-        memory_limit=options.memory_limit,
-        reproducible=options.reproducible,
-        timing_cache=options.timing_cache,
-        sys_path=tuple(p for p in sys.path if p),
-    )
-
-
-def _written(path: Path, arrays: tuple[tuple[str, np.ndarray], ...]) -> Path | None:
-    """The file of the arrays; None for none."""
-    if not arrays:
-        return None
-    by_name: dict[str, Any] = dict(arrays)
-    np.savez(path, **by_name)
-    return path
+        request.save(folder)
+        return tuple(_run_worker(folder, observer))
 
 
 _STDERR = 2

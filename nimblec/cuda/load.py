@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from nimblec.base.options import Options
 from nimblec.cuda.request import CompileRequest
 
 if TYPE_CHECKING:
@@ -27,10 +24,10 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     from nimblec.pytorch.state import share
 
     torch.manual_seed(_SEED)
-    set_arithmetic(request.precision)
+    set_arithmetic(request.options.precision)
     if request.source.kind == "onnx":
         return load_files(request)
-    options = _options(request)
+    options = request.options
     calls: dict[ProgramKey, ModelCall]
     if options.sizes:
         program = sources.dynamic_program(request.source, options, device="cuda")
@@ -66,7 +63,7 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
     """An ONNX file in the sizes of each profile, with the weights from ``weigh``."""
     from nimblec.onnx_import.torch_model import load_onnx
 
-    options = _options(request)
+    options = request.options
     return {
         ("main", profile): load_onnx(
             Path(request.source.model),
@@ -81,19 +78,3 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
         )
         for profile in options.profiles
     }
-
-
-def _options(request: CompileRequest) -> Options:
-    """The options of the request that determine the inputs and their sizes."""
-    return Options(
-        inputs=request.inputs,
-        named_inputs=request.named_inputs,
-        dims=request.dims,
-        sizes=request.sizes,
-        constants=_arrays(request.constants),
-        examples=_arrays(request.examples),
-    )
-
-
-def _arrays(path: Path | None) -> tuple[tuple[str, np.ndarray], ...]:
-    return () if path is None else tuple(np.load(path).items())

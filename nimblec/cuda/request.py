@@ -1,76 +1,71 @@
-"""The request to the capture process, and its JSON form."""
+"""The request to the capture process, as files that it reads."""
 
 import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from nimblec.base.options import InputSpec, NamedInput, Precision
+import numpy as np
+
+from nimblec.base.options import DEFAULT_LEVEL, InputSpec, NamedInput, Options
 from nimblec.base.source import Source
+
+_SPECS = {"inputs": InputSpec, "named_inputs": NamedInput}
+_ARRAYS = ("constants", "examples")
+_PATHS = ("timing_cache", "plan_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """A compilation for the CUDA target. The other fields are those of `nimblec.base.options.Options`.
+    """A compilation for the CUDA target.
 
-    ``source`` holds no object of the requesting process, ``constants`` and ``examples`` are .npz files of the arrays,
-    and ``output`` the plan file to write. ``sys_path`` comes first in the module search path of the capture process.
+    ``source`` holds no object of the requesting process, and ``output`` is the plan file to write. ``sys_path`` comes
+    first in the module search path of the capture process.
     """
 
     source: Source
-    inputs: tuple[InputSpec, ...]
-    named_inputs: tuple[NamedInput, ...]
-    dims: tuple[tuple[str, int], ...]
-    sizes: tuple[tuple[str, tuple[int, ...]], ...]
-    pad_masks: tuple[str, ...]
-    constants: Path | None
-    examples: Path | None
+    options: Options
     output: Path
-    level: int
-    precision: Precision
-    max_error: float | None
-    print_passes: bool
-    refittable: bool
-    streams: str
-    memory_limit: int | None
-    reproducible: bool
-    timing_cache: Path
     sys_path: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """The request as JSON text for `from_json`."""
-        return json.dumps(asdict(self), default=os.fspath)
+    @property
+    def level(self) -> int:
+        """The level of optimisation."""
+        return DEFAULT_LEVEL if self.options.level is None else self.options.level
+
+    def save(self, folder: Path) -> None:
+        """Write the request into ``folder``, for `load`."""
+        arrays = {f"{field}:{name}": array for field in _ARRAYS for name, array in getattr(self.options, field)}
+        np.savez(folder / "arrays.npz", **arrays)
+        without = replace(self, options=replace(self.options, constants=(), examples=()))
+        (folder / "request.json").write_text(json.dumps(asdict(without), default=str))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The request that `to_json` wrote."""
-        found = json.loads(text)
+    def load(cls, folder: Path) -> Self:
+        """Read the request that `save` wrote."""
+        found = json.loads((folder / "request.json").read_text(), object_hook=_with_tuples)
+        options = found["options"]
+        options |= {field: tuple(spec(**each) for each in options[field]) for field, spec in _SPECS.items()}
+        options |= {field: options[field] and Path(options[field]) for field in _PATHS}
+        with np.load(folder / "arrays.npz") as arrays:
+            for key in arrays:
+                field, _, name = key.partition(":")
+                options[field] += ((name, arrays[key]),)
         return cls(
             source=_source(found["source"]),
-            inputs=tuple(InputSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in found["inputs"]),
-            named_inputs=tuple(NamedInput(**{**spec, "shape": tuple(spec["shape"])}) for spec in found["named_inputs"]),
-            dims=tuple((name, size) for name, size in found["dims"]),
-            sizes=tuple((name, tuple(sizes)) for name, sizes in found["sizes"]),
-            pad_masks=tuple(found["pad_masks"]),
-            constants=None if found["constants"] is None else Path(found["constants"]),
-            examples=None if found["examples"] is None else Path(found["examples"]),
+            options=Options(**options),
             output=Path(found["output"]),
-            level=found["level"],
-            precision=found["precision"],
-            max_error=found["max_error"],
-            print_passes=found["print_passes"],
-            refittable=found["refittable"],
-            streams=found["streams"],
-            memory_limit=found["memory_limit"],
-            reproducible=found["reproducible"],
-            timing_cache=Path(found["timing_cache"]),
-            sys_path=tuple(found["sys_path"]),
+            sys_path=found["sys_path"],
         )
 
 
+def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: _tuple(value) for key, value in found.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+
+
 def _source(found: dict[str, Any]) -> Source:
-    entries = tuple((name, _source(entry)) for name, entry in found["entries"])
-    labels = tuple((symbol, name) for symbol, name in found["labels"])
-    shared = tuple((name, number) for name, number in found["shared"])
-    return Source(kind=found["kind"], model=found["model"], entries=entries, labels=labels, shared=shared)
+    return Source(**{**found, "entries": tuple((name, _source(entry)) for name, entry in found["entries"])})

@@ -52,14 +52,14 @@ class Selector:
         """The variants of a model at the requested level."""
         from nimblec.optimize.variants import variants
 
-        report = (lambda step: self._reports.note([str(step)])) if self._request.print_passes else None
-        return variants(model, self._request.level, half(self._request.precision), self._times, report)
+        report = (lambda step: self._reports.note([str(step)])) if self._request.options.print_passes else None
+        return variants(model, self._request.level, half(self._request.options.precision), self._times, report)
 
     def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
         """The variant of a model whose plan takes the least GPU time."""
         from nimblec.optimize.variants import as_it_runs
 
-        level, dtype = self._request.level, half(self._request.precision)
+        level, dtype = self._request.level, half(self._request.options.precision)
         best: Recorded | None = None
         times: list[str] = []
         failures: dict[str, NimbleError] = {}
@@ -111,8 +111,8 @@ class Selector:
     def _schedule(self, graph: Graph) -> tuple[Part, int]:
         """A variant with its schedule, and the nanoseconds it takes on the GPU, 0 if no times decide."""
         provenance = provenance_of(self._request)
-        streams, memory_limit = self._request.streams, self._request.memory_limit
-        if self._request.reproducible:
+        streams, memory_limit = self._request.options.streams, self._request.options.memory_limit
+        if self._request.options.reproducible:
             return choose_schedule(graph, provenance, None, streams=streams, memory_limit=memory_limit), 0
         with closing(CudaTimer()) as timer:
             cached = CachedTimer(timer, self._times, provenance.device)
@@ -133,7 +133,7 @@ def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = 
     """The provenance of a plan of this compilation; ``variants`` are the names of the selected ones, by entry."""
     kept = list((variants or {}).values())
     how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
-    made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.precision))
+    made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.options.precision))
     return Provenance(target=Target.CUDA, device=_needed_device(), versions=(*_versions(), *made_how))
 
 

@@ -43,7 +43,7 @@ def main(request_path: str, events_fd: int) -> int:
         os.register_at_fork(after_in_child=pipe.close)  # a fork that outlives this process would keep the pipe open
         reports = Reports(pipe)
         try:
-            request = CompileRequest.from_json(Path(request_path).read_text())
+            request = CompileRequest.load(Path(request_path))
             sys.path[:0] = request.sys_path
             _Worker(request, reports).compile()
         except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
@@ -56,7 +56,7 @@ class _Worker:
     def __init__(self, request: CompileRequest, reports: Reports) -> None:
         self._request = request
         self._reports = reports
-        self._times = TimingCache(None if request.reproducible else request.timing_cache)
+        self._times = TimingCache(None if request.options.reproducible else request.options.timing_cache)
 
     def compile(self) -> None:
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision decides that
@@ -78,7 +78,7 @@ class _Worker:
             if refittable is None
             else self._assembled(parts, provenance, refittable, [each.model for each in recorded.values()], recorders)
         )
-        plan = mark_masks(plan, self._request.pad_masks)
+        plan = mark_masks(plan, self._request.options.pad_masks)
         write_checked(plan, self._request, self._reports, recorded, originals, recorders.code)
         self._reports.note(self._times.notes)
 
@@ -106,11 +106,11 @@ class _Worker:
         """The requested models, each checked to give the same results twice."""
         with self._reports.stage("load the model"):
             originals = load_models(self._request)
-            if self._request.reproducible:
+            if self._request.options.reproducible:
                 choose_without_timing()
             if len(originals) > 1 and self._request.level > 0:
                 originals = with_common_state(originals)
-            if self._request.level == 0 and half(self._request.precision) is None:
+            if self._request.level == 0 and half(self._request.options.precision) is None:
                 let_torch_draw(originals.values())
             recorders.begin(originals.values())
         for original in originals.values():
@@ -129,7 +129,8 @@ class _Worker:
         """
         request = self._request
         is_onnx = request.source.kind == "onnx"
-        if not request.refittable or (request.level == 0 and not is_onnx and half(request.precision) is None):
+        is_as_given = request.level == 0 and not is_onnx and half(request.options.precision) is None
+        if is_as_given or not request.options.refittable:
             return None
         from nimblec.cuda.refittable import make_refittable, of_files, of_modules
 

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError,
 from nimblec.base.options import Options
 from nimblec.base.source import Source
 from nimblec.cuda import compile as cuda
+from nimblec.cuda.request import CompileRequest
 
 STARTS_ANOTHER = """
 import subprocess, sys
@@ -51,12 +51,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_process_that_it_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
     """A fork has the other end of the pipe, too."""
     (tmp_path / "torch.py").write_text(FORKS_AND_DIES)
-    request = tmp_path / "request.json"
-    asked = cuda._request(tmp_path, Source(kind="callable", model="a:b"), Options(), tmp_path / "a.plan")
-    request.write_text(replace(asked, sys_path=(str(tmp_path), *asked.sys_path)).to_json())
+    source, sys_path = Source(kind="callable", model="a:b"), (str(tmp_path), *filter(None, sys.path))
+    CompileRequest(source=source, options=Options(), output=tmp_path / "a.plan", sys_path=sys_path).save(tmp_path)
     begin = time.monotonic()
     with pytest.raises(CompileError, match=r"^the capture process was killed by SIGKILL in the stage "):
-        cuda._run_worker(request, lambda _stage, _seconds: None)
+        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
     assert time.monotonic() < begin + 30
 
 
@@ -64,16 +63,15 @@ def test_nothing_is_left_open_where_it_cannot_be_started(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     files = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(FileNotFoundError, match="missing"):
-        cuda._run_worker(tmp_path / "request.json", lambda _stage, _seconds: None)
+        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
     assert sorted(Path("/proc/self/fd").iterdir()) == files
 
 
 def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
-    request = tmp_path / "request.json"
-    request.write_text(json.dumps({"sys_path": []}))
+    (tmp_path / "request.json").write_text(json.dumps({"options": {"inputs": [], "named_inputs": []}}))
     with pytest.raises(CompileError) as failure:
-        cuda._run_worker(request, lambda _stage, _seconds: None)
-    sentence = r"the capture process failed in the stage 'start': KeyError: 'source' \(request\.py, line \d+\)"
+        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
+    sentence = r"the capture process failed in the stage 'start': KeyError: 'timing_cache' \(request\.py, line \d+\)"
     assert re.fullmatch(sentence, str(failure.value))
     (traceback,) = failure.value.__notes__
     assert traceback.startswith("Traceback (most recent call last):")

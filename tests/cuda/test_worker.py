@@ -16,6 +16,7 @@ import torch
 
 from nimblec.base.errors import MissingPackageError, UnsupportedModelError
 from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, ProgramKey, Task, TensorView
+from nimblec.base.options import Options
 from nimblec.base.source import Source
 from nimblec.cuda import check, selection, worker
 from nimblec.cuda.capture import allocator, cupti, record
@@ -138,31 +139,12 @@ def compiled(
         return {(entry, ()): place(MODULE, (torch.ones(2, 4),), device="cpu") for entry in entries}
 
     monkeypatch.setattr(worker, "load_models", models)
-    request = CompileRequest(
-        source=Source(kind="callable", model="module:made"),
-        inputs=(),
-        named_inputs=(),
-        dims=(),
-        sizes=(),
-        pad_masks=(),
-        constants=None,
-        examples=None,
-        output=folder / "plan",
-        level=level,
-        precision="keep",
-        max_error=max_error,
-        print_passes=False,
-        refittable=False,
-        streams="auto",
-        memory_limit=None,
-        reproducible=reproducible,
-        timing_cache=folder / "times.json",
-        sys_path=(),
-    )
-    asked, told = folder / "request.json", folder / "told"
-    asked.write_text(request.to_json())
+    options = Options(level=level, max_error=max_error, reproducible=reproducible, timing_cache=folder / "times.json")
+    source = Source(kind="callable", model="module:made")
+    CompileRequest(source=source, options=options, output=folder / "plan", sys_path=()).save(folder)
+    told = folder / "told"
     with told.open("w") as pipe:
-        status = worker.main(str(asked), os.dup(pipe.fileno()))
+        status = worker.main(str(folder), os.dup(pipe.fileno()))
     messages = [json.loads(line) for line in told.read_text().splitlines()]
     return [message for message in messages if "stage" not in message], status
 
