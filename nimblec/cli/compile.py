@@ -4,12 +4,11 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
-import numpy as np
 
-from nimblec.base.options import DEFAULT_LEVEL, InputSpec, Precision, TargetChoice, read_options
+from nimblec.base.options import DEFAULT_LEVEL, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
@@ -156,30 +155,7 @@ from nimblert.plan import schema
 @click.option("--no-plan-cache", is_flag=True, help="Neither read nor write the plan cache.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def compile_model(
-    model: str,
-    output: Path,
-    target: TargetChoice,
-    inputs: tuple[InputSpec, ...],
-    dims: tuple[tuple[str, tuple[int, ...]], ...],
-    pad_masks: tuple[str, ...],
-    constants: tuple[tuple[str, Path | np.ndarray], ...],
-    examples: tuple[tuple[str, Path], ...],
-    level: int | None,
-    precision: Precision,
-    max_error: float | None,
-    approximate: bool,
-    print_passes: bool,
-    refittable: bool,
-    streams: str,
-    memory_limit: int | None,
-    reproducible: bool,
-    timing_cache: Path | None,
-    plan_cache: Path | None,
-    no_plan_cache: bool,
-    verbose: bool,
-    quiet: bool,
-) -> None:
+def compile_model(model: str, output: Path, *, no_plan_cache: bool, verbose: bool, quiet: bool, **given: Any) -> None:
     """Compile MODEL into a plan file.
 
     MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
@@ -201,12 +177,17 @@ def compile_model(
           --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
       nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
     """
+    for cache in ("timing_cache", "plan_cache"):
+        if given[cache] is None:
+            del given[cache]
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
-    refuse_both("--plan-cache", "--no-plan-cache", given=plan_cache is not None and no_plan_cache)
-    refuse_both("--reproducible", "--timing-cache", given=reproducible and timing_cache is not None)
-    files = (given for _, given in (*constants, *examples) if isinstance(given, Path))
-    _refuse_overwriting(output, (Path(model), *filter(None, (timing_cache,)), *files))
-    values, arrays = arguments.read_arrays(constants), arguments.read_arrays(examples)
+    refuse_both("--plan-cache", "--no-plan-cache", given=no_plan_cache and "plan_cache" in given)
+    refuse_both("--reproducible", "--timing-cache", given=given["reproducible"] and "timing_cache" in given)
+    if no_plan_cache:
+        given["plan_cache"] = None
+    files = (file for _, file in (*given["constants"], *given["examples"]) if isinstance(file, Path))
+    _refuse_overwriting(output, (Path(model), *filter(None, (given.get("timing_cache"),)), *files))
+    given |= {name: tuple(arguments.read_arrays(given[name]).items()) for name in ("constants", "examples")}
     suffix = Path(model).suffix.lower()
     is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
     if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
@@ -217,30 +198,10 @@ def compile_model(
 
     from nimblec import compiler  # imports the frameworks
 
-    chosen, reason = compiler.choose_target(target)
+    chosen, reason = compiler.choose_target(given["target"])
     if not quiet:
         echo(f"target: {chosen.name.lower()} ({reason})")
-    caches: dict[str, Path | None] = {} if timing_cache is None else {"timing_cache": timing_cache}
-    if plan_cache is not None or no_plan_cache:
-        caches["plan_cache"] = plan_cache
-    options = read_options(
-        target=chosen.name.lower(),
-        inputs=inputs,
-        dims=dims,
-        pad_masks=pad_masks,
-        constants=tuple(values.items()),
-        examples=tuple(arrays.items()),
-        level=level,
-        precision=precision,
-        max_error=max_error,
-        approximate=approximate,
-        print_passes=print_passes,
-        refittable=refittable,
-        streams=streams,
-        memory_limit=memory_limit,
-        reproducible=reproducible,
-        **caches,
-    )
+    options = read_options(**{**given, "target": chosen.name.lower()})
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compiler.compile_model(model, options=options, output=output, observer=observer)
     if quiet:
