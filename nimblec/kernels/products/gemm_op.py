@@ -37,6 +37,9 @@ Arithmetic = Literal["tf32", "tf32x3"]
 """How tensor cores multiply float32: without its last 13 bits, or with all bits in three products."""
 
 
+_NO_NORM = {"NORM": "none", "EPS": 0.0, "PARTS": 1}
+
+
 def convolution_launch(
     shape: Convolution,
     tiling: Tiling,
@@ -84,10 +87,7 @@ def convolution_launch(
             **shape.settings,
             "OUT_STRIDE": shape.out_stride or shape.out_channels,
             "BEFORE": prologue.activation,
-            "NORM": "none",
-            "EPS": 0.0,
-            "PARTS": 1,
-            **(norm.settings if norm is not None else {}),
+            **(_NO_NORM if norm is None else norm.settings),
             "ACTIVATION": activation,
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,
