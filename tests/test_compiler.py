@@ -94,4 +94,3 @@ def test_python_takes_what_the_command_line_takes(tmp_path: Path) -> None:
     record = plan.programs[0].schedule
     assert record is not None
     assert record.policy == "max"
-    assert (tmp_path / "times.json").exists()
