@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment
-from nimblec.base import processes
+from nimblec.base import installation
 
 RESULTS = Path(__file__).parent / "results" / "gpu" / "compile_time.json"
 
@@ -58,7 +58,7 @@ CASES = (
 
 def compile_once(model: str, case: Case, folder: Path, *flags: str) -> dict[str, Any]:
     """The seconds of one process, and those of its stages; caches are in ``folder``."""
-    surroundings = processes.environment() | {name: str(folder / name) for name in _CACHES}
+    surroundings = installation.environment() | {name: str(folder / name) for name in _CACHES}
     command = [sys.executable, "-m", "nimblec", "compile", "-v", model, "-o", str(folder / "model.plan"), *flags]
     begin = time.perf_counter()
     done = subprocess.run(

@@ -28,7 +28,7 @@ from bench.models.llama_decoder import GivenCache
 from bench.turns import Turn, add_turns
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
-from nimblec.inspect.state_uses import state_uses
+from nimblec.inspect.inspection import state_uses
 from nimblert.check.verify import read_plan
 from nimblert.executable import load
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nimblec.base.machine import processor
+from nimblec.base.installation import processor
 
 NOT_MEASURED = 3
 """Exit status of a benchmark whose table is asked for before it was measured."""

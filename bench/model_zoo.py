@@ -30,8 +30,7 @@ from nimblec.base.errors import CompileError
 from nimblec.graph.definitions import Interpreter
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize.o2 import TRITON_NORMS, first
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.model import place, set_arithmetic
 
 RESULTS = Path(__file__).parent / "results" / "cpu"

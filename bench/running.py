@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import environment
 from bench.turns import Job, Place, Result, take_turns
-from nimblec.base import processes
+from nimblec.base import installation
 from nimblert.plan.files import replacing
 
 
@@ -127,7 +127,7 @@ def surroundings(cores: int) -> dict[str, str]:
     """The environment of a measuring process, which compiles with ``cores`` cores."""
     share = str(max(1, cores))
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
-    return {**processes.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+    return {**installation.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def summary(table: Table) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from nimblec.base import gpu_lock as gpu_turn
 from nimblec.base.gpu_lock import locked, undisturbed
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 
 HOLD = """
 import pathlib, sys

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from subprocesses import ROOT, SOURCES
 
-from nimblec.base.processes import environment, module_command
+from nimblec.base.installation import environment, module_command
 
 DIGITS = ROOT / "samples" / "digits.onnx"
 

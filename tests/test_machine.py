@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nimblec.base.machine import processor
+from nimblec.base.installation import processor
 from nimblec.cpu.timing import CpuTimer
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import onnx
 
 from nimblec.base.errors import CompileError
-from nimblec.base.installation import VERSION
+from nimblec.base.installation import VERSION, processor
 from nimblec.base.ir import Graph, KernelWork, Part, ProgramKey, program_name
-from nimblec.base.machine import processor
 from nimblec.base.options import InputSpec, Options, sample_range
 from nimblec.base.source import Source
 from nimblec.base.stages import Observer, stage

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from nimblec.base.errors import CompileError
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblec.cpu import ort_worker
 from nimblec.cpu.ort_worker import RefusedError, Value
 from nimblert.arrays.layouts import numpy_dtype

@@ -14,8 +14,7 @@ from nimblec.cpu.refit_recipe import Source, WeightExpression, model_of, sources
 from nimblec.cpu.refittable import Refittable, digest
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.encoder import encode
-from nimblec.plan.recipes import groups
-from nimblec.plan.refit_programs import part_of, refits_in_place, replacing
+from nimblec.plan.refit_programs import groups, part_of, refits_in_place, replacing
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting

@@ -7,7 +7,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from nimblec.cpu.constants import read_arrays
-from nimblec.onnx_import.model_weights import weight_names
+from nimblec.onnx_import.model_nodes import weight_names
 
 _EXTERNAL_NBYTES = 1024
 _ALIGNMENT = 4096

@@ -18,8 +18,7 @@ from nimblec.cpu.refit_explain import explain
 from nimblec.cpu.refit_recipe import WeightExpression, sources
 from nimblec.cpu.refit_weights import weights_of, with_weights
 from nimblec.onnx_import import model_nodes
-from nimblec.plan.perturbation import perturbed
-from nimblec.plan.recipes import kept_note
+from nimblec.plan.refit_programs import kept_note, perturbed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

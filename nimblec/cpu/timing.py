@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nimblec.base.machine import processor_count
+from nimblec.base.installation import processor_count
 from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cpu.backend import CpuBackend, CpuLoaded

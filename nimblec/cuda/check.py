@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import ProgramKey
-from nimblec.cuda import accuracy
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded
@@ -21,6 +20,12 @@ from nimblert.plan import Plan, Program, Target
 if TYPE_CHECKING:
     from nimblec.cuda.capture.cupti import CodeRecorder
     from nimblec.pytorch.model import TorchModel
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from nimblec.base.difference import difference, numbers
 
 _SEED = 0
 
@@ -61,13 +66,13 @@ def _with_golden(
     """The program with the framework's results for seeded inputs, and the difference between two runs."""
     inputs = golden.draw_inputs(program, _SEED)
     first, second = recorded.recorder.compute(inputs), recorded.recorder.compute(inputs)
-    tolerance = accuracy.spread(first, second)
+    tolerance = spread(first, second)
     if tolerance:
         apart = f"two runs of the framework on equal inputs differ by {tolerance:.2g} of the largest magnitude"
         reports.note([f"{apart}: the plan is checked within that spread"])
     if recorded.model is not original:
         reference = partial(recorded.recorder.compute, model=original)
-        reports.note(accuracy.report(program, reference, recorded.recorder.compute, request.options.max_error))
+        reports.note(report(program, reference, recorded.recorder.compute, request.options.max_error))
     return replace(program, golden=golden.record(_SEED, first, tolerance))
 
 
@@ -83,3 +88,45 @@ def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKe
         return first_difference(recording, plan.device, inputs, program.golden)
     except CudaError as exc:
         return f"the first op whose result differs could not be found: {exc}"
+
+
+_SEEDS = 3
+
+Compute: TypeAlias = Callable[[Mapping[str, np.ndarray]], Sequence[np.ndarray]]
+"""A model: its outputs in program order, from inputs by name."""
+
+
+def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
+    """The largest difference of two runs, relative to the largest magnitude of an output."""
+    return max((difference(a, b).relative for a, b in zip(first, second, strict=True)), default=0.0)
+
+
+def report(program: Program, original: Compute, changed: Compute, allowed: float | None) -> Iterator[str]:
+    """A sentence for each output with the largest and the mean of its relative differences.
+
+    Raises CompileError for one that differs by more than ``allowed``.
+    """
+    runs = [(original(inputs), changed(inputs)) for inputs in _inputs(program)]
+    for position, output in enumerate(program.outputs):
+        pairs = [(expected[position], found[position]) for expected, found in runs]
+        largest = max(difference(a, b).relative for a, b in pairs)
+        mean = sum(_mean_error(a, b) for a, b in pairs) / len(pairs)
+        sentence = (
+            f"output {output.name!r} differs from -O0 by at most {largest:.2g}, {mean:.2g} on average, of its largest "
+            "magnitude"
+        )
+        if allowed is not None and not largest <= allowed:
+            raise CompileError(f"{sentence}; --max-error allows {allowed:.2g}: use -O0 and --precision keep")
+        yield sentence
+
+
+def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
+    return (golden.draw_inputs(program, seed) for seed in range(_SEEDS))
+
+
+def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:
+    """The mean difference of what is finite in both, relative to the largest magnitude expected; 0 where nothing is."""
+    a, b = numbers(expected), numbers(found)
+    finite = np.isfinite(a) & np.isfinite(b)
+    scale = float(np.abs(a[finite]).max(initial=0.0))
+    return float(np.abs(a[finite] - b[finite]).mean()) / scale if scale > 0 else 0.0

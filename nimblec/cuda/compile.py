@@ -13,8 +13,8 @@ from typing import Any
 
 from nimblec.base import errors
 from nimblec.base.errors import CompileError
+from nimblec.base.installation import environment, module_command
 from nimblec.base.options import Options
-from nimblec.base.processes import environment, module_command
 from nimblec.base.source import Source
 from nimblec.base.stages import Observer, stage
 from nimblec.cuda import fixed_addresses

@@ -17,8 +17,7 @@ from nimblec.base.ir import BufferKind, Graph, Part
 from nimblec.cuda.derivation import Derivation, strides_of_moved
 from nimblec.cuda.refittable import Refittable, whole
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.plan.recipes import groups
-from nimblec.plan.refit_programs import part_of, refits_in_place, replacing
+from nimblec.plan.refit_programs import groups, part_of, refits_in_place, replacing
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.tensors import DTYPE_NAMES
 from nimblec.schedule.lifetimes import task_buffers

@@ -19,8 +19,7 @@ from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
 from nimblec.onnx_import.importer import Weigh
 from nimblec.optimize.variants import Variant, as_it_runs
-from nimblec.plan.perturbation import perturbed
-from nimblec.plan.recipes import kept_note
+from nimblec.plan.refit_programs import kept_note, perturbed
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.tensors import as_array, as_tensor
 from nimblert.arrays.layouts import is_dense

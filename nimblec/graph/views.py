@@ -1,14 +1,14 @@
 """Views: where their axes come from, and where the elements of a value lie in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, views
 from nimblec.graph.vocabulary import BY_STRIDE, LINEARS, TRANSPOSES
-from nimblec.graph.walk import reached
 
 aten = torch.ops.aten
 
@@ -93,3 +93,17 @@ def replace_by_slices(rewriter: Rewriter, nodes: Sequence[fx.Node], joined: fx.N
         end = begin + fake(node).shape[1]
         rewriter.replace(node, rewriter.call(aten.slice.Tensor, joined, 1, begin, end, at=node))
         begin = end
+
+
+T = TypeVar("T")
+
+
+def reached(start: T, following: Callable[[T], Iterable[T]]) -> set[T]:
+    """All that can be reached from ``start`` by ``following``, itself included."""
+    found = {start}
+    waiting = [start]
+    while waiting:
+        new = set(following(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found

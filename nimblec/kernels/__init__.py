@@ -6,5 +6,5 @@ still runs, and have bias, residual and activation in their epilogue. Nothing he
 until a kernel is launched or compiled.
 
 A family has a Triton template, torch ops that launch it (with a reference for the CPU), tilings to
-choose from, and a rewrite that puts the ops into a graph. `nimblec.optimize.families` lists them.
+choose from, and a rewrite that puts the ops into a graph. `nimblec.optimize.o2` lists them.
 """

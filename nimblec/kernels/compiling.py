@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nimblec.base.errors import CompileError
-from nimblec.base.processes import environment, module_command
+from nimblec.base.installation import environment, module_command
 from nimblec.kernels.gpu import GPU
 
 

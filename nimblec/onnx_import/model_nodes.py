@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import count
 
-from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, helper
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 
 def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
@@ -111,3 +111,22 @@ def _copy_returned_inputs(body: GraphProto, taken: set[str], *, is_loop: bool) -
 def plain_domain(name: str) -> str:
     """A domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name
+
+
+_DTYPES = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
+
+_SIZING = frozenset({"Resize", "Upsample", "Range", "OneHot", "Dropout", "Clip", "Pad", "Pow"})
+"""Operators whose constant inputs are settings of the computation, not weights."""
+
+
+def weight_names(model: ModelProto) -> frozenset[str]:
+    """The names of the weights: floating-point initializers of one dimension or more.
+
+    Scalars, such as the factor of a GELU, belong to the computation: patterns are recognised by them.
+    """
+    settled = {name for node in nodes(model.graph) if node.op_type in _SIZING for name in node.input[1:]}
+    return frozenset(
+        tensor.name
+        for tensor in model.graph.initializer
+        if tensor.data_type in _DTYPES and tensor.dims and 0 not in tensor.dims and tensor.name not in settled
+    )

@@ -12,15 +12,28 @@ from nimblec.kernels.choosing import Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
+from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.products.trained_rewrite import TRAINED
+from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
+from nimblec.kernels.reductions.norm_rewrite import NORM
+from nimblec.kernels.reductions.pool_rewrite import POOL
 from nimblec.kernels.selector import Family, timing_fingerprint
-from nimblec.optimize.families import FAMILIES
 from nimblec.optimize.passes.channels_last import lay_float32_channels_last
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline
-from nimblec.optimize.recipe import Recipe
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe
 from nimblec.optimize.rewrites import REGIONS, REWRITES
 
 Use = Callable[[Family[Any, Any], fx.GraphModule], object]
 """A function that puts the kernels of a family into a graph."""
+
+
+FAMILIES: tuple[Family[Any, Any], ...] = (
+    ATTENTION_FAMILY,
+    GEMM,
+    TRAINED,
+    POOL,
+    NORM,
+)
+"""The families of kernels, in the order in which they are put into a graph; each states the reason for its place."""
 
 
 def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object]) -> tuple[Pass, ...]:

@@ -7,15 +7,35 @@ from functools import partial
 import torch
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError
-from nimblec.optimize.o0 import CAST
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Report, Setting
-from nimblec.optimize.recipe import Recipe, Runs
+from nimblec.optimize.passes.cast import cast
+from nimblec.optimize.passes.recurrent import pack_recurrent_weights
+from nimblec.optimize.passes.state import write_state
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe, Report, Runs, Setting
 from nimblec.optimize.rewrites import REWRITES
 from nimblec.optimize.torch_compile import compiled
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.flat import device_of
 from nimblec.pytorch.model import TorchModel
+
+CAST = Pipeline(
+    Phase(
+        name="precision",
+        passes=(
+            Pass(run=cast, takes=("dtype",), reason="the graph is cast as the model's author wrote it"),
+            Pass(
+                run=pack_recurrent_weights,
+                needs=(cast,),
+                reason="casting makes new weights, outside of the buffer that cuDNN reads them from",
+            ),
+        ),
+    ),
+    Phase(
+        name="state",
+        passes=(Pass(run=write_state, needs=(cast,), reason="every other pass takes a call to be pure"),),
+    ),
+)
+"""-O0 in half precision: cast, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from nimblec.base.errors import CompileError
-from nimblec.base.processes import environment, module_command
+from nimblec.base.installation import environment, module_command
 from nimblert.plan import Plan, Target
 
 _TIMEOUT_S = 60

@@ -17,8 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nimblec.base.errors import CompileError
-from nimblec.base.installation import package_folders
-from nimblec.base.machine import processor
+from nimblec.base.installation import package_folders, processor
 from nimblec.base.options import Options
 from nimblec.base.source import Source
 from nimblert.cuda import driver

@@ -17,12 +17,11 @@ from nimblec.schedule.dependencies import (
     rename_workspaces,
     with_programmatic_edges,
 )
-from nimblec.schedule.launch_order import interleaved
 from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
 from nimblec.schedule.recompute import recomputed
-from nimblec.schedule.streams import certificate, critical_path, limited, maximal, serial
+from nimblec.schedule.streams import certificate, critical_path, interleaved, limited, maximal, serial
 from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
 
 _AUTO_LIMITS = (2, 4, 8, 16)

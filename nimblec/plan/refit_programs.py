@@ -1,8 +1,12 @@
 """The refits of a plan: programs that write its weights, or constants computed from them."""
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
 
 from nimblec.base.ir import BufferKind, Graph, Part
 from nimblec.schedule.dependencies import dependencies
@@ -140,3 +144,54 @@ def _given(parts: Sequence[Part]) -> Iterator[Tensor]:
     for name, tensor in found.items():
         if name not in folded and len(places[name]) == 1 and names[tensor.pointer.offset] == {name}:
             yield tensor
+
+
+_SMALL_NBYTES = 1024
+"""Smaller weights may be drawn equal by chance."""
+
+
+def perturbed(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """Other weights, by name: a little larger than these, so that variances stay positive, and no two equal."""
+    found: dict[str, np.ndarray] = {}
+    taken: set[bytes] = set()
+    for name, array in weights.items():
+        for attempt in range(1000):
+            digits = hashlib.sha256(f"{seed} {attempt} {name}".encode()).digest()
+            random = np.random.default_rng(list(digits))
+            noise = random.uniform(0.05, 0.1, array.shape)
+            made = (np.abs(array.astype(np.float64)) * noise + noise / 8 + array).astype(array.dtype)
+            if made.tobytes() not in taken:
+                break
+        if made.nbytes <= _SMALL_NBYTES:
+            taken.add(made.tobytes())
+        found[name] = made
+    return found
+
+
+K = TypeVar("K")
+
+_SHOWN = 4
+"""A note lists this many names."""
+
+
+def groups(sources: Mapping[K, Iterable[Hashable]]) -> Iterator[list[K]]:
+    """Constants in groups that share no weight; ``sources`` are the weights that each depends on."""
+    group_of: dict[Hashable, int] = {}
+    members: dict[int, list[K]] = {}
+    for number, (constant, weights) in enumerate(sources.items()):
+        own = tuple(weights)
+        met = {group_of[weight] for weight in own if weight in group_of}
+        first = min(met, default=number)
+        members.setdefault(first, []).append(constant)
+        for other in met - {first}:
+            members[first] += members.pop(other)
+        joined = (weight for member in members[first] for weight in sources[member]) if len(met) > 1 else own
+        group_of |= dict.fromkeys(joined, first)
+    yield from members.values()
+
+
+def kept_note(kept: Collection[str]) -> str:
+    """The note that some weights keep their values."""
+    more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
+    names = ", ".join(map(repr, sorted(kept)[:_SHOWN])) + more
+    return f"refittable: weights that keep their values, as no recipe was found for them: {names}"

@@ -30,7 +30,7 @@ from torch.export.pt2_archive.constants import (
 )
 
 from nimblec.base.errors import CompileError, first_line
-from nimblec.pytorch.log import quiet_torch
+from nimblec.pytorch.export_errors import quiet_torch
 from nimblec.pytorch.size_expression import check_expression
 
 _NAME = "model"

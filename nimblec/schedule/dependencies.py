@@ -2,13 +2,12 @@
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nimblec.base.ir import Access, Buffer, BufferKind, Graph, Task
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
 from nimblec.schedule.dag import Dag, ancestors, descendants
-from nimblec.schedule.renaming import renamed
 
 
 def dependencies(graph: Graph) -> Dag:
@@ -199,3 +198,31 @@ def _conflict(graph: Graph, early: Task, late: Task) -> bool:
         and max(a.offset, b.offset) < min(a.offset + a.nbytes, b.offset + b.nbytes)
         for a, b in pairs
     )
+
+
+def renamed(task: Task, name: Callable[[int], int]) -> Task:
+    """A task that uses the buffer ``name(b)`` wherever it used ``b``."""
+    return replace(
+        task,
+        work=_work(task.work, name),
+        reads=_accesses(task.reads, name),
+        writes=_accesses(task.writes, name),
+    )
+
+
+def _accesses(accesses: Sequence[Access], name: Callable[[int], int]) -> tuple[Access, ...]:
+    return tuple(_access(access, name) for access in accesses)
+
+
+def _access(access: Access, name: Callable[[int], int]) -> Access:
+    return replace(access, buffer=name(access.buffer))
+
+
+def _work(work: Work, name: Callable[[int], int]) -> Work:
+    match work:
+        case KernelWork():
+            return replace(work, references=tuple(replace(r, buffer=name(r.buffer)) for r in work.references))
+        case CopyWork():
+            return replace(work, dst=_access(work.dst, name), src=_access(work.src, name))
+        case FillWork():
+            return replace(work, dst=_access(work.dst, name))

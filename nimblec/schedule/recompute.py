@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from nimblec.base.ir import BufferKind, Graph, Task
+from nimblec.schedule.dependencies import renamed
 from nimblec.schedule.lifetimes import ARENA_KINDS, task_buffers
-from nimblec.schedule.renaming import renamed
 
 _MOST_TASKS = 16
 """Tasks that may run again for one buffer."""

@@ -16,8 +16,7 @@ from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize import o2
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.model import place
 
 STEPS = 20

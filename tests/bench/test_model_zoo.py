@@ -13,8 +13,7 @@ from torch import nn
 from bench import environment, model_zoo
 from bench.model_zoo import STATUSES, run
 from nimblec.optimize.o2 import TRITON_NORMS
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline
-from nimblec.optimize.recipe import Recipe
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from subprocesses import python
 
 import nimblec
 from nimblec import compiler
+from nimblec.base.installation import environment, module_command
 from nimblec.base.ir import BUSY
 from nimblec.base.options import Options
-from nimblec.base.processes import environment, module_command
 from nimblec.base.source import Source
 from nimblec.plan.plan_cache import compile_once
 from nimblert.cuda import driver

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from plan_caching import KEY, Compiler, change_byte, compiled
 
+from nimblec.base.installation import environment
 from nimblec.base.options import Options
-from nimblec.base.processes import environment
 from nimblec.plan.plan_cache import PlanCache
 
 

@@ -12,7 +12,7 @@ import pytest
 from command_line import CommandLine
 from cpu_plans import bent_sum
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblert.context import Context
 
 QUICK = ("--warm-up", "0", "--duration", "0.05")

@@ -14,7 +14,7 @@ from cpu_plans import floats, write_model
 from onnx import helper
 from plans import cpu_plan, cuda_plan
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblec.cli.console import printable
 from nimblec.plan import encoder
 from nimblert.plan import Plan, Program

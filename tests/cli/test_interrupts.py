@@ -12,7 +12,7 @@ import pytest
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblec.cli.interrupts import prompt_interrupts
 
 

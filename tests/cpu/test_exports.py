@@ -10,8 +10,7 @@ from exported_models import FAMILIES, export, optimized
 
 import nimblec
 import nimblert
-from nimblec.onnx_export.history import short_histories
-from nimblec.onnx_export.rules import rules_by_operator
+from nimblec.onnx_export.exporting import rules_by_operator, short_histories
 
 QUICK = ["lstm_tagger", "swin", "diffusion", "recommender"]
 OLD, DYNAMO = 17, None

@@ -8,8 +8,7 @@ from cpu_plans import plan_file, run_onnxruntime, run_plan
 from families import FAMILIES, export
 from subprocesses import FRAMEWORKS, python
 
-from nimblec.onnx_export.history import short_histories
-from nimblec.onnx_export.rules import rules_by_operator
+from nimblec.onnx_export.exporting import rules_by_operator, short_histories
 from nimblec.plan import encoder
 from nimblert import golden
 from nimblert.check import verify

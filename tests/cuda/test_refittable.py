@@ -28,8 +28,7 @@ from nimblec.optimize.passes.aligned_weights import LARGE, align_weights
 from nimblec.optimize.passes.cast import cast
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.optimize.passes.linears import join_linears
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Runs, Setting
 from nimblec.optimize.torch_compile import compiled
 from nimblec.optimize.variants import Variant, as_it_runs
 from nimblec.plan.assembly import Provenance

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import forked
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 
 MODELS = """
 import torch

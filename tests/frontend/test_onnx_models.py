@@ -8,8 +8,7 @@ import pytest
 import torch
 from exported_models import FAMILIES, export, optimized
 
-from nimblec.onnx_export.history import short_histories
-from nimblec.onnx_export.rules import rules_by_operator
+from nimblec.onnx_export.exporting import rules_by_operator, short_histories
 from nimblec.onnx_import import model_file
 from nimblec.onnx_import.importer import import_model
 

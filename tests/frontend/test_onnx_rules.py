@@ -10,7 +10,7 @@ import torch
 from onnxscript.rewriter import RewriteRule
 from torch import Tensor, nn
 
-from nimblec.onnx_export.rules import rules_by_operator
+from nimblec.onnx_export.exporting import rules_by_operator
 
 
 class Rewritten(nn.Module):

@@ -35,7 +35,7 @@ from nimblec.kernels.products.trained_op import (
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
-from nimblec.optimize.families import FAMILIES
+from nimblec.optimize.o2 import FAMILIES
 
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 """Triton's."""

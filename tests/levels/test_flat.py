@@ -11,8 +11,7 @@ from torch import nn
 
 from nimblec.base.errors import TraceError
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.flat import flattened, written_storages
 from nimblec.pytorch.model import TorchModel, place
 

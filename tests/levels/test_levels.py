@@ -19,8 +19,7 @@ from nimblec.kernels.products.gemm_rewrite import GEMM
 from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Phase, Pipeline, Report, Setting
-from nimblec.optimize.recipe import Recipe
+from nimblec.optimize.pipeline import Phase, Pipeline, Recipe, Report, Setting
 from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
 from nimblec.optimize.variants import Variant, variants
 from nimblec.plan.timing_cache import TimingCache

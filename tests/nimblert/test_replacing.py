@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from subprocesses import python
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblert.errors import NimbleError
 from nimblert.plan.files import replacing, scratch_folder
 

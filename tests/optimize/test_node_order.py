@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.node_order import reorder
-from nimblec.graph.walk import reached
+from nimblec.graph.views import reached
 
 
 def _graph() -> tuple[fx.Graph, list[fx.Node]]:

@@ -14,10 +14,9 @@ from torch import Tensor, fx, nn
 
 import nimblec
 from nimblec.graph.state import slots
-from nimblec.optimize.o0 import CAST
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.variants import CAST
 from nimblec.pytorch.flat import flattened
 from nimblec.pytorch.model import TorchModel, place
 from nimblec.training import entries

@@ -14,12 +14,13 @@ from nimblec.schedule.check import problems
 from nimblec.schedule.dag import Dag, ancestors, scheduled_ancestors, transitive_reduction
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.estimates import simulate
-from nimblec.schedule.launch_order import _alternating, interleaved
 from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.streams import (
+    _alternating,
     arrange,
     certificate,
     critical_path,
+    interleaved,
     limited,
     maximal,
     serial,

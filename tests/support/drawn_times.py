@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from nimblec.base.processes import module_command
+from nimblec.base.installation import module_command
 from nimblec.cuda import compile as compiling
 from nimblec.cuda import worker
 from nimblec.optimize import variants
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.optimize.variants import Variant
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.flat import device_of

@@ -14,7 +14,7 @@ from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
-KERNELS = "nimblec.optimize.families"
+KERNELS = "nimblec.optimize.o2"
 """torch and the kernels' ops, without Triton, which reads at its import whether to interpret."""
 COMPILER = (
     "nimblec.compiler,nimblec.cpu.compile,nimblec.pytorch.sources,nimblec.onnx_export.export,"

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 
-from nimblec.base.processes import environment
+from nimblec.base.installation import environment
 from nimblec.cpu import compile as compiler
 from nimblec.plan.lean import LeanProcess
 from nimblert.plan import Target

@@ -18,8 +18,7 @@ from nimblec.base.errors import ArgumentError, UnsupportedModelError
 from nimblec.base.options import Options
 from nimblec.find_source import find_source
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.flat import written_storages
 from nimblec.pytorch.handover import hand_over
 from nimblec.pytorch.model import place

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import nimblec
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.flat import written_storages
 from nimblec.pytorch.model import place
 from nimblec.training.random import Draws

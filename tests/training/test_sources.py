@@ -15,8 +15,7 @@ import nimblec
 from nimblec.base.places import Phase, places
 from nimblec.inspect.layers import by_layer
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Setting
-from nimblec.optimize.recipe import Runs
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.fx_graph import run_nodes
 from nimblec.pytorch.model import place
 from nimblec.pytorch.source_tracker import SourceTracker

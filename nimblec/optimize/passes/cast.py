@@ -24,9 +24,9 @@ from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
 from nimblec.graph.vocabulary import is_tagged_pointwise
 from nimblec.optimize.passes import autocast
-from nimblec.optimize.passes.precision_kernels import Kernels
-from nimblec.optimize.passes.precision_masks import added_to_scores
 from nimblec.optimize.passes.precision_nodes import (
+    Kernels,
+    added_to_scores,
     all_users,
     dtypes_of,
     is_copy,

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from nimblec.graph.rewriter import argument, fake, is_call, views
+from nimblec.graph.definitions import DEFINITIONS
+from nimblec.graph.rewriter import argument, bound, fake, is_call, owner, views
+from nimblec.graph.views import reached
 from nimblec.optimize.passes import autocast
 
 aten = torch.ops.aten
@@ -58,3 +60,60 @@ def is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
         return False
     source = fake(argument(node, 0))
     return source.dtype == dtype and source.stride() == fake(node).stride()
+
+
+class Kernels:
+    """Support for one half precision, ``dtype``; each call is tried once for its dtypes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._half = dtype
+        self._served: dict[tuple[Any, ...], bool] = {}
+
+    def serve(self, node: fx.Node) -> bool:
+        """Whether the device computes a call in the dtypes of its arguments, tried on zeros."""
+        key = node.target, tuple(dtypes_of(n.meta["val"]) for n in node.all_input_nodes)
+        if all(self._half not in dtypes for dtypes in key[1]):
+            return True
+        if key not in self._served:
+            self._served[key] = _can_be_called(node)
+        return self._served[key]
+
+
+def _can_be_called(node: fx.Node) -> bool:
+    function: Any = DEFINITIONS.get(node.target, node.target)
+    args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: _zeros(n.meta["val"]))
+    try:
+        with torch.no_grad():
+            function(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # mostly "not implemented for 'Half'"
+        return False
+    return True
+
+
+def _zeros(value: Any) -> Any:
+    """A real tensor of zeros like a fake one."""
+    if isinstance(value, (list, tuple)):
+        return [_zeros(part) for part in value]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+
+_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor)
+
+
+def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
+    """The terms of sums that a softmax is taken of, and the masks of attention calls, through views."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if autocast.name(node) in autocast.SOFTMAXES and is_call(scores := owner(node.args[0]), aten.add.Tensor):
+            found |= reached(scores, _terms)
+        elif autocast.name(node) in autocast.ATTENTIONS and isinstance(mask := bound(node)["attn_mask"], fx.Node):
+            found |= reached(mask, _terms)
+    return found
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """The arguments of a sum or product, and of a view."""
+    terms: tuple[Any, ...] = node.args[:2] if is_call(node, *_ARITHMETIC) else (views(node),)
+    return [term for term in terms if isinstance(term, fx.Node)]

@@ -13,9 +13,8 @@ from nimblec.graph.fusible import is_pointwise
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.rewriter import bound, readers
 from nimblec.graph.state import slots
-from nimblec.graph.views import is_view
+from nimblec.graph.views import is_view, reached
 from nimblec.graph.vocabulary import is_like
-from nimblec.graph.walk import reached
 from nimblec.optimize.passes.partition import Region, makers, whole
 
 aten = torch.ops.aten
