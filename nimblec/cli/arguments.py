@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as shortened
 from tokenize import TokenError
-from typing import TypeVar
+from typing import Any
 
 import click
 import numpy as np
 
 from nimblec.base.errors import ArgumentError
 from nimblec.base.options import (
-    InputSpec,
-    NamedInput,
     read_nbytes,
     read_numbers,
     read_size,
@@ -26,123 +24,66 @@ from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Tensor
 from nimblert.plan.files import replacing
 
-T = TypeVar("T")
 
+class Parsed(click.ParamType):
+    """A parameter that a reader parses, such as those of `nimblec.base.options`; its ArgumentError becomes click's."""
 
-def _read(
-    reader: Callable[[str], T],
-    value: str,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> T:
-    """Apply a reader of `nimblec.base.options`, and turn its error into click's."""
-    try:
-        return reader(value)
-    except ArgumentError as exc:
-        raise click.BadParameter(str(exc), ctx, param) from exc
+    def __init__(self, name: str, reader: Callable[[str], Any]) -> None:
+        self.name = name
+        self._reader = reader
 
-
-class Spec(click.ParamType):
-    """The type of ``compile --input``."""
-
-    name = "NAME:SHAPE[:DTYPE]"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> InputSpec | NamedInput:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse one value."""
-        return _read(read_spec, value, param, ctx)
+        try:
+            return self._reader(value)
+        except ArgumentError as exc:
+            raise click.BadParameter(str(exc), ctx, param) from exc
 
 
-class Streams(click.ParamType):
-    """auto, 1, max, or a number of streams."""
-
-    name = "auto|1|max|N"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The policy, as `Options.streams` takes it."""
-        return _read(read_streams, value, param, ctx)
+def _read_processors(value: str) -> int | tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value, re.ASCII):
+        raise ArgumentError(f"{value!r} is neither a number of threads nor a list of processors: 4, or 0,1,2,3")
+    numbers = tuple(map(int, value.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
-class Nbytes(click.ParamType):
-    """A number of bytes, with a unit if wanted."""
-
-    name = "BYTES"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes."""
-        return _read(read_nbytes, value, param, ctx)
+def _read_named_sizes(value: str) -> tuple[str, tuple[int, ...]]:
+    # Exporters name dimensions as they like, with equals signs too.
+    name, _, sizes = value.rpartition("=")
+    if not name:
+        raise ArgumentError(f"{shortened(value)} is not NAME=SIZES, such as batch=4, batch=1,2,4 or batch=1..9")
+    return name, read_sizes(sizes)
 
 
-class Processors(click.ParamType):
-    """A number of threads, or the processors that they run on."""
-
-    name = "N|P,P"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | tuple[int, ...]:
-        """The number, or those of the processors, as `nimblert.load` takes them."""
-        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", value, re.ASCII):
-            self.fail(f"{value!r} is neither a number of threads nor a list of processors: 4, or 0,1,2,3", param, ctx)
-        numbers = tuple(map(int, value.split(",")))
-        return numbers if len(numbers) > 1 else numbers[0]
+def _read_named_size(value: str) -> tuple[str, int]:
+    name, _, size = value.rpartition("=")
+    if not name:
+        raise ArgumentError(f"{shortened(value)} is not NAME=SIZE, such as batch=4")
+    return name, read_size(size)
 
 
-class NamedSizes(click.ParamType):
-    """The type of ``compile --dim``, split at the last equals sign: exporters name dimensions as they like."""
-
-    name = "NAME=SIZES"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, tuple[int, ...]]:
-        """The name and the sizes."""
-        name, _, sizes = value.rpartition("=")
-        if not name:
-            self.fail(f"{shortened(value)} is not NAME=SIZES, such as batch=4, batch=1,2,4 or batch=1..9", param, ctx)
-        return name, _read(read_sizes, sizes, param, ctx)
+def _read_named_file(value: str) -> tuple[str, Path]:
+    name, _, file = value.partition("=")
+    if not name or not file:
+        raise ArgumentError(f"{value!r} is not NAME=FILE.npy, such as image=photo.npy")
+    return name, Path(file)
 
 
-class NamedSize(click.ParamType):
-    """The type of ``run --dim``, split as that of ``compile --dim``."""
-
-    name = "NAME=SIZE"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        """The name and the size."""
-        name, _, size = value.rpartition("=")
-        if not name:
-            self.fail(f"{shortened(value)} is not NAME=SIZE, such as batch=4", param, ctx)
-        return name, _read(read_size, size, param, ctx)
+def _read_constant(value: str) -> tuple[str, Path | np.ndarray]:
+    name, _, given = value.partition("=")
+    if not name or not given:
+        raise ArgumentError(f"{value!r} is not NAME=VALUE, such as rate=16000 or mask=mask.npy")
+    return name, Path(given) if given.endswith(".npy") else read_numbers(given)
 
 
-class NamedFile(click.ParamType):
-    """The type of ``NAME=FILE.npy``, split at the first equals sign."""
-
-    name = "NAME=FILE.npy"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Path]:
-        """Split one value; the file is read later."""
-        name, _, file = value.partition("=")
-        if not name or not file:
-            self.fail(f"{value!r} is not NAME=FILE.npy, such as image=photo.npy", param, ctx)
-        return name, Path(file)
-
-
-class Constant(click.ParamType):
-    """The type of ``--constant``, split at the first equals sign."""
-
-    name = "NAME=VALUE"
-
-    def convert(
-        self, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Path | np.ndarray]:
-        """The name and the numbers, or the file that has them, which is read later."""
-        name, _, given = value.partition("=")
-        if not name or not given:
-            self.fail(f"{value!r} is not NAME=VALUE, such as rate=16000 or mask=mask.npy", param, ctx)
-        return name, Path(given) if given.endswith(".npy") else _read(read_numbers, given, param, ctx)
+SPEC = Parsed("NAME:SHAPE[:DTYPE]", read_spec)
+STREAMS = Parsed("auto|1|max|N", read_streams)
+NBYTES = Parsed("BYTES", read_nbytes)
+PROCESSORS = Parsed("N|P,P", _read_processors)
+NAMED_SIZES = Parsed("NAME=SIZES", _read_named_sizes)
+NAMED_SIZE = Parsed("NAME=SIZE", _read_named_size)
+NAMED_FILE = Parsed("NAME=FILE.npy", _read_named_file)
+CONSTANT = Parsed("NAME=VALUE", _read_constant)
 
 
 def read_arrays(given: Iterable[tuple[str, Path | np.ndarray]]) -> dict[str, np.ndarray]:

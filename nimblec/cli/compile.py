@@ -36,7 +36,7 @@ from nimblert.plan import schema
 @click.option(
     "--input",
     "inputs",
-    type=arguments.Spec(),
+    type=arguments.SPEC,
     multiple=True,
     help="Fix the shape (and dtype) of an input: image:1x3x224x224, ids:1x16:int64, scale:scalar. "
     "Needed for every input of an ONNX file with a dynamic dimension that has no name; image:batch,3,224,224 names it "
@@ -45,7 +45,7 @@ from nimblert.plan import schema
 @click.option(
     "--dim",
     "dims",
-    type=arguments.NamedSizes(),
+    type=arguments.NAMED_SIZES,
     multiple=True,
     help="The size of a named dimension, in all inputs that have it: batch=4. Several sizes (batch=1,2,4) or a range "
     "(batch=1..16: the powers of two and both ends) make one program for each combination. --input takes precedence. "
@@ -62,7 +62,7 @@ from nimblert.plan import schema
 @click.option(
     "--constant",
     "constants",
-    type=arguments.Constant(),
+    type=arguments.CONSTANT,
     multiple=True,
     help="Make an input of an ONNX model a constant: rate=16000, use_cache=false, scales=1,2, mask=mask.npy. The plan "
     "has no such input, and of branches that it chooses from only the one taken. Repeatable.",
@@ -70,7 +70,7 @@ from nimblert.plan import schema
 @click.option(
     "--example",
     "examples",
-    type=arguments.NamedFile(),
+    type=arguments.NAMED_FILE,
     multiple=True,
     metavar="NAME=FILE.npy",
     help="An array for an input; the range of an integer array bounds the values drawn in later checks. Repeatable.",
@@ -119,7 +119,7 @@ from nimblert.plan import schema
 )
 @click.option(
     "--streams",
-    type=arguments.Streams(),
+    type=arguments.STREAMS,
     default="auto",
     show_default=True,
     metavar="auto|1|max|N",
@@ -128,7 +128,7 @@ from nimblert.plan import schema
 )
 @click.option(
     "--memory-limit",
-    type=arguments.Nbytes(),
+    type=arguments.NBYTES,
     help="The largest arena (memory for results within a run) to accept: 64MiB, 1.5GB, 1000000. Where no schedule "
     "fits, results are recomputed instead of kept.",
 )

@@ -22,7 +22,7 @@ entry_option = click.option(
 input_option = click.option(
     "--input",
     "files",
-    type=arguments.NamedFile(),
+    type=arguments.NAMED_FILE,
     multiple=True,
     metavar="NAME=FILE.npy",
     help="The array of an input. Inputs not given are drawn from the seed. Repeatable.",
@@ -39,7 +39,7 @@ seed_option = click.option(
 
 cpu_threads_option = click.option(
     "--cpu-threads",
-    type=arguments.Processors(),
+    type=arguments.PROCESSORS,
     help="How many threads a plan for the CPU computes with, or the processors for them, as in 0,1,2,3.  "
     "[default: one for each core]",
 )
@@ -48,7 +48,7 @@ cpu_threads_option = click.option(
 dim_option = click.option(
     "--dim",
     "dims",
-    type=arguments.NamedSize(),
+    type=arguments.NAMED_SIZE,
     multiple=True,
     help="The size of a named dimension of inputs that are not given, where PLAN is for several sizes: batch=3. "
     "Repeatable.  [default: that of the given inputs, or of the first program]",

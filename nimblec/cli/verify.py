@@ -26,7 +26,7 @@ from nimblert.errors import PlanError
 @click.option(
     "--constant",
     "constants",
-    type=arguments.Constant(),
+    type=arguments.CONSTANT,
     multiple=True,
     help="With --against: as PLAN was compiled with. Repeatable.",
 )

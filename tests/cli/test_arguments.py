@@ -2,7 +2,7 @@
 
 import pytest
 
-from nimblec.cli.arguments import Nbytes
+from nimblec.cli.arguments import NBYTES
 
 
 @pytest.mark.parametrize(
@@ -20,4 +20,4 @@ from nimblec.cli.arguments import Nbytes
     ],
 )
 def test_units_are_decimal_or_binary(text: str, nbytes: int) -> None:
-    assert Nbytes().convert(text, None, None) == nbytes
+    assert NBYTES.convert(text, None, None) == nbytes
