@@ -22,13 +22,20 @@ x = example.numpy()
 def test_the_readmes_python_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
-    first, served, entries = blocks
-    saved = f"plan.save({str(tmp_path / 'model.plan')!r})"
-    served = served.replace('"model.plan"', repr(str(tmp_path / "model.plan")))
+    first, served, entries = (block.replace('"model.plan"', repr(str(tmp_path / "model.plan"))) for block in blocks)
     shown = "print(y, outputs, model.entries)"
-    printed = python(f"{GIVEN}\n{first}\nprint(y)\n{saved}\n{served}\n{entries}\n{shown}")
+    printed = python(f"{GIVEN}\n{first}\nprint(y)\n{served}\n{entries}\n{shown}")
     assert printed.count("[[2. 2. 2.]]") == 2
     assert "('prefill', 'decode')" in printed
+
+
+def test_readme_starts_the_server_of_serving() -> None:
+    """CI runs the commands of docs/serving.md."""
+    *_, block = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    serving = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    for command in block.splitlines():
+        assert command.replace("model.plan", "digits.plan") in serving
+
 
 TRAINED = """
 import numpy, torch
