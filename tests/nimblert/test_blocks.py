@@ -3,7 +3,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -120,33 +119,3 @@ def test_freed_block_leaves_another_gpu_current(host: HostDriver) -> None:
     assert host.current_device == 0
     other.close()
     assert_freed(host)
-
-
-def test_block_may_be_collected_in_a_forked_process(host: HostDriver, pool: BlockPool) -> None:
-    """CUDA refuses every call there."""
-    kept = shared(pool.take(64, 0))
-    for name in ("cuCtxGetCurrent", "cuCtxSetCurrent", "cuCtxRecordEvent", "cuMemFree", "cuEventDestroy"):
-        host.failing[name] = CUresult.CUDA_ERROR_NOT_INITIALIZED
-    failed: list[object] = []
-    with patch("sys.unraisablehook", failed.append):
-        del kept
-    assert failed == []
-
-
-def test_block_is_freed_where_its_event_cannot_be_recorded(host: HostDriver, pool: BlockPool) -> None:
-    kept = shared(pool.take(64, 0))
-    pool.close()
-    host.failing["cuCtxRecordEvent"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    del kept
-    assert_freed(host)
-
-
-def test_pool_closes_while_threads_return_blocks(host: HostDriver) -> None:
-    for _ in range(100):
-        pool = BlockPool(Context(0), on_device=True)
-        held = [[pool.take(64, 0) for _ in range(2)] for _ in range(3)]
-        with ThreadPoolExecutor(4) as threads:
-            ended = [threads.submit(end) for end in (*(blocks.clear for blocks in held), pool.close)]
-        for each in ended:
-            each.result()
-        assert_freed(host)

@@ -7,21 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
-from sized_plans import sized
 
 import nimblert
 from nimblec.plan import encoder
 from nimblert import Arena, Executable
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
-from nimblert.cpu.host_memory import HostWorking
-from nimblert.errors import CudaError, InputError
-from nimblert.plan import Pointer, Region
+from nimblert.errors import InputError
 
 WIDTH = 64
 node = helper.make_node
@@ -91,22 +87,6 @@ def test_threads_with_a_context_each_compute_what_one_alone_does(model: Executab
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-
-
-def test_contexts_run_beside_each_other(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two runs waits inside for the other one to have begun: they would wait for ever one after the other."""
-    both = threading.Barrier(2, timeout=20)
-    run = CpuBackend.run
-
-    def meeting(backend: CpuBackend) -> None:
-        both.wait()
-        run(backend)
-
-    contexts = [model.context(), model.context()]
-    monkeypatch.setattr(CpuBackend, "run", meeting)
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda context: context(drawn(3)), contexts))
-    assert np.array_equal(*results)
 
 
 class _Busy:
@@ -218,50 +198,6 @@ def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
         model.context()
 
 
-def closed_of(
-    kind: type[CpuBackend | CpuLoaded | HostWorking], monkeypatch: pytest.MonkeyPatch, *fail: object
-) -> list[object]:
-    """Those of a class that are closed from now on; some fail then."""
-    closed: list[object] = []
-    close = kind.close
-
-    def noted(one: Any) -> None:
-        closed.append(one)
-        close(one)
-        if one in fail:
-            raise CudaError("cuMemFree", "CUDA_ERROR_UNKNOWN")
-
-    monkeypatch.setattr(kind, "close", noted)
-    return closed
-
-
-def test_whatever_fails_to_close_all_else_of_a_context_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with nimblert.load(sized(1, 2, 4), warm=True) as model:
-        context = model.context()
-        context.warm()
-        backends = closed_of(CpuBackend, monkeypatch, *context._backends.values())
-        working = closed_of(HostWorking, monkeypatch)
-        with pytest.raises(CudaError, match="cuMemFree"):
-            context.close()
-        assert set(backends) == set(context._backends.values())
-        assert working == [context._working]
-        context.close()
-
-
-@pytest.mark.parametrize("fails", [0, 1, 2])
-def test_whatever_fails_to_close_all_else_of_an_executable_is_closed(
-    small: Path, monkeypatch: pytest.MonkeyPatch, fails: int
-) -> None:
-    loaded = closed_of(CpuLoaded, monkeypatch)
-    model = nimblert.load(small)
-    made = [model, model.context(), model.context()]
-    closed_of(CpuBackend, monkeypatch, made[fails]._backends["main"])
-    with pytest.raises(CudaError, match="cuMemFree"):
-        model.close()
-    assert all(one._lock.closed is not None for one in made)
-    assert loaded == [model._loaded]
-
-
 def test_an_arena_serves_plans_that_run_one_after_the_other(small: Path, large: Path) -> None:
     with nimblert.load(small) as alone, nimblert.load(large) as other:
         expected = alone(drawn(0)), other(drawn(0, 32))
@@ -323,17 +259,6 @@ def test_a_run_in_a_closed_arena_is_refused(small: Path) -> None:
         for run in (lambda: model(drawn(0)), model.replay, model.launch, lambda: next(model.steps({"x": drawn(0)}))):
             with pytest.raises(InputError, match="the arena is closed: make another one"):
                 run()
-
-
-def test_a_run_by_steps_ends_where_its_arena_is_closed(small: Path) -> None:
-    arena, x = Arena.for_plans(small), {"x": drawn(0)}
-    with nimblert.load(small, arena=arena) as model:
-        steps = model.steps(x)
-        next(steps)
-        arena.close()
-        for use in (lambda: model.read(Pointer(region=Region.ARENA), 4), lambda: next(steps)):
-            with pytest.raises(InputError, match="the arena is closed: make another one"):
-                use()
 
 
 def test_an_arena_that_does_not_serve_is_refused(small: Path, large: Path) -> None:

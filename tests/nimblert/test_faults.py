@@ -17,7 +17,7 @@ from subprocesses import ROOT, python
 
 import nimblert
 from nimblec.plan import encoder
-from nimblert import Arena, CudaError, Executable, InputError, Limits, golden
+from nimblert import Arena, CudaError, InputError, Limits, golden
 from nimblert.check.verify import read_plan
 from nimblert.context import Context
 from nimblert.cuda import driver
@@ -331,12 +331,3 @@ def test_a_run_on_the_cpu_that_needs_more_memory_than_there_is_says_so_and_the_n
     assert first == second
     assert first.startswith("op Expand (a): needs more memory than there is: ")
     assert float(result) == 1
-
-
-def test_an_executable_that_is_dropped_while_its_context_runs_serves_on(path: Path) -> None:
-    model: Executable | None = nimblert.load(path)
-    assert model is not None
-    expected, context = result(model), model.context()
-    model = None
-    assert [result(context) for _ in range(20)] == [expected] * 20
-    context.close()

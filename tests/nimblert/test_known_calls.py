@@ -1,6 +1,5 @@
 """Calls like earlier ones, which are not checked again: they are refused, and see changes, as first calls do."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
-from subprocesses import python
 
 import nimblec
 import nimblert
@@ -130,27 +128,3 @@ def test_replay_repeats_the_last_call(model: Executable) -> None:
     expected = model.run(arrays(2))["y"]
     model.replay()
     assert np.array_equal(model._backends["main"].outputs[0], expected)
-
-
-FORKED = f"""
-import os, sys
-import numpy as np
-import nimblert
-
-given = {{"x": np.zeros(({SIZE}, {SIZE}), np.float32), "i": np.zeros(2, np.int64)}}
-model = nimblert.load(sys.argv[1])
-for _ in range(3):
-    model.run(given)
-if os.fork():
-    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
-try:
-    model.run(given)
-except nimblert.InputError as exc:
-    print(exc, flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_forked_process_is_told_to_load_again(path: Path) -> None:
-    assert "load the plan again in this one" in python(FORKED, path)

@@ -5,16 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from subprocesses import python
 
 from nimblec.base.installation import environment
 from nimblert.errors import NimbleError
-from nimblert.plan.files import replacing, scratch_folder
+from nimblert.plan.files import replacing
 
 
 def test_the_file_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -84,13 +81,6 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["far", "file", "link", "there"]
 
 
-def test_something_that_took_the_place_meanwhile_stays(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with pytest.raises(NimbleError, match="is a pipe"), replacing(path):
-        os.mkfifo(path)
-    assert path.is_fifo()
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -114,63 +104,6 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         file.write(b"new")
         other.write(b"new")
     assert sorted(left.name for left in tmp_path.iterdir()) == [".theirs.tmp", "file", "other"]
-
-
-def test_the_lock_of_a_folder_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Ctrl-C ends that, the next process removes what is left."""
-    remove = os.unlink
-
-    def interrupted(path: str | Path, **options: Any) -> None:
-        remove(path, **options)
-        if Path(path).name == "lock":
-            raise KeyboardInterrupt
-
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder(tmp_path))
-        for number in range(30):
-            (folder / str(number)).touch()
-        monkeypatch.setattr(os, "unlink", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            stack.close()
-    assert list(folder.iterdir()) == []
-
-
-def test_of_empty_folders_old_ones_are_removed(tmp_path: Path) -> None:
-    old, new, full = (tmp_path / f".nimblec-{name}" for name in ("old", "new", "full"))
-    for folder in (old, new, full):
-        folder.mkdir()
-    (full / "file").touch()
-    for folder in (old, full):
-        os.utime(folder, (0, 0))
-    with scratch_folder(tmp_path) as mine:
-        assert set(tmp_path.iterdir()) == {new, full, mine}
-
-
-ENDS_BESIDE_A_THREAD = """
-import atexit, sys, threading
-from pathlib import Path
-folder = Path(sys.argv[1])
-atexit.register(lambda: print([path.name for path in folder.glob(".nimblec-*/theirs")]))  # after all other such calls
-from nimblert.plan.files import scratch_folder
-began = threading.Event()
-
-def use():
-    with scratch_folder(folder) as mine:
-        (mine / "theirs").touch()
-        began.set()
-        threading.Event().wait()
-
-threading.Thread(target=use, daemon=True).start()
-began.wait()
-"""
-
-
-def test_the_end_of_a_process_takes_no_folder_from_its_daemon_threads(tmp_path: Path) -> None:
-    """They may be about to load a plan, whose placeholder file is in there; the next process removes it."""
-    assert python(ENDS_BESIDE_A_THREAD, tmp_path) == "['theirs']\n"
-    with scratch_folder(tmp_path) as mine:
-        assert list(tmp_path.iterdir()) == [mine]
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_with_a_zero_byte_is_a_sentence() -> None:
