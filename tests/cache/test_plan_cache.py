@@ -79,16 +79,6 @@ def test_a_users_second_compilation_is_a_hit(tmp_path: Path, model: Path, kind: 
     assert "note: taken from the plan cache" in second
 
 
-def test_a_plan_in_memory_comes_from_the_cache_too(
-    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = compiler.compile_model(model, options=options, observer=unobserved)
-    monkeypatch.setattr(compiler, "_compile", pytest.fail)
-    again = compiler.compile_model(model, options=options, observer=unobserved)
-    assert again.plan.programs == first.plan.programs
-    assert [stage for stage, _ in again.stages] == ["read the plan cache"]
-
-
 def test_a_model_that_was_moved_is_the_same(tmp_path: Path, model: Path, options: Options) -> None:
     stub = Compiler()
     compiled(stub, model, options)
@@ -98,17 +88,6 @@ def test_a_model_that_was_moved_is_the_same(tmp_path: Path, model: Path, options
         (tmp_path / name).rename(moved / name)
     compiled(stub, moved / "m.onnx", options)
     assert stub.calls == 1
-
-
-def test_a_link_stands_for_what_it_leads_to(tmp_path: Path, options: Options) -> None:
-    one, other = (write_model(tmp_path / f"{seed}.onnx", seed=seed) for seed in (1, 2))
-    link, stub = tmp_path / "link.onnx", Compiler()
-    link.symlink_to(one)
-    compiled(stub, link, options)
-    assert compiled(stub, one, options)[0] == b"plan 1"
-    link.unlink()
-    link.symlink_to(other)
-    assert compiled(stub, link, options)[0] == b"plan 2"
 
 
 def test_callables_and_live_modules_are_compiled_each_time(tmp_path: Path, options: Options) -> None:

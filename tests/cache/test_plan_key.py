@@ -1,6 +1,5 @@
 """The key of a plan: all that its bytes depend on is in it, and nothing else."""
 
-import os
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -138,11 +137,6 @@ def test_names_of_data_files_that_are_none_give_no_key(tmp_path: Path, options: 
     assert key_of(path, options) is None
 
 
-def test_a_pipe_is_not_read_for_the_key(tmp_path: Path, options: Options) -> None:
-    os.mkfifo(tmp_path / "m.onnx")
-    assert key_of(tmp_path / "m.onnx", options) is None
-
-
 @pytest.mark.parametrize("content", [b"", b"no model", b"\x08"])
 def test_what_is_no_model_gives_no_key(tmp_path: Path, options: Options, content: bytes) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
@@ -231,21 +225,6 @@ def test_our_source_python_and_the_machine_are_in_the_key(
 def test_the_target_is_in_the_key(model: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "describe", lambda: H200)
     assert key_of(model, options) != key_of(model, options, Target.CUDA)
-
-
-def test_software_that_was_exchanged_under_a_process_gives_no_key(
-    model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan_key, "_software_at_first", lambda: "as it was")
-    assert key_of(model, options) is None
-
-
-def test_metadata_of_an_egg_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    about = tmp_path / "torch.egg-info"
-    about.mkdir()
-    (about / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert plan_key._packages() == [[str(tmp_path), "", (about / "PKG-INFO").read_text(), ""]]
 
 
 def test_the_order_of_names_is_not_in_the_key() -> None:

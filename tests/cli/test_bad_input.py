@@ -48,15 +48,6 @@ def assert_untouched(output: Path) -> None:
 # --- models
 
 
-def test_unknown_operators_are_all_named(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
-    nodes = [node("Frob", ["x"], ["a"], name="first"), node("Grob", ["a"], ["y"], name="second", domain="my.ops")]
-    model = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2)], [floats("y", 2)])
-    sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "-q")
-    assert "node 'first': unknown operator Frob (opset 18)" in sentence
-    assert "node 'second': unknown operator my.ops.Grob" in sentence
-    assert_untouched(output)
-
-
 @pytest.fixture
 def dynamic(tmp_path: Path) -> Path:
     """A model of a dynamic batch and length."""
@@ -76,6 +67,8 @@ def dynamic(tmp_path: Path) -> Path:
         (["--dim", "rows=2"], ["--dim rows: no input has a dimension of that name", "'batch', 'length'"]),
         (["--dim", "batch=2", "--dim", "batch=3"], ["--dim batch: given twice"]),
         (["--input", "x:2x3", "--input", "z:2x4"], ["--input z: dimension 'length' is 4, --input x makes it 3"]),
+        (["--input", "q:2"], ["--input q: the model has no such input; its inputs are 'x', 'z'"]),
+        (["--input", "x:2x3", "--input", "x:2x3"], ["--input x: given twice"]),
         (["--input", "x:2x3x4"], ["--input x: 3 dimensions, the model's input has 2 (?x?)"]),
         (["--input", "x:2x3:int64"], ["--input x: dtype int64, the model's input has float32"]),
     ],
@@ -207,13 +200,6 @@ def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
 def test_what_a_cpu_plan_does_anyway_may_be_asked_for(nimblec: CommandLine, output: Path) -> None:
     options = ("-O0", "--precision", "fp32", "--max-error", "0")
     assert nimblec("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options).status == 0
-
-
-def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
-    options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
-    done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
-    assert (done.status, done.err) == (0, "")
-    assert [tensor.shape for tensor in read_plan(output).programs[0].inputs] == [(4, 3), (4, 3)]
 
 
 def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
@@ -396,21 +382,6 @@ def digits(tmp_path: Path) -> Path:
     path.parent.mkdir()
     nimblec.compile(DIGITS, target="cpu").save(path)
     return path
-
-
-def test_scratch_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / ".nimblec-file").touch()
-    (tmp_path / ".nimblec-folder").mkdir()  # has no lock: perhaps it is just being made
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "lock").touch()
-    (tmp_path / ".nimblec-link").symlink_to(target)
-    with scratch_folder(tmp_path):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".nimblec-file", ".nimblec-folder", ".nimblec-link", "target",
-    ]  # fmt: skip
-    assert (target / "lock").exists()
 
 
 # --- the same bytes each time

@@ -111,10 +111,6 @@ def test_wrong_arguments_are_refused(nimblec: CommandLine, path: Path, arguments
     assert words in nimblec.refused("bench", path, *arguments)
 
 
-def test_a_missing_plan_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
-    assert nimblec.refused("bench", tmp_path / "none.plan").endswith("none.plan: no such file")
-
-
 STUCK = """
 import itertools, os, signal, sys, time
 from nimblec.cli import main

@@ -255,22 +255,6 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     assert FRAMEWORK in choice.microseconds
 
 
-def test_times_that_differ_by_less_than_a_nanosecond_choose_the_same_again() -> None:
-    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
-    measured: list[float] = []
-
-    def timer(_: object) -> float:
-        measured.append(3.0 if not measured else 2.0 - 1e-6 * len(measured))
-        return measured[-1]
-
-    times: dict[str, int] = {}
-    given: dict[str, Any] = {"length": 2, "times": times, "compile_jobs": lambda _: None}
-    first, again = (Selector(GEMM, SM_90, timer, Pool(), **given) for _ in range(2))
-    assert first(request) == again(request) is not None
-    assert len(measured) == len(times)
-    assert first.choices == again.choices
-
-
 def test_tilings_nearly_as_fast_as_the_chosen_one_stay_in_the_contest() -> None:
     request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
     names = ["x".join(map(str, tiling.numbers)) for tiling in tilings(request, SM_90)]

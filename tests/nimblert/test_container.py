@@ -3,8 +3,6 @@
 import hashlib
 import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,72 +143,6 @@ def test_writing_to_a_read_only_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(NimbleError, match="cannot be written: Permission denied"):
         encoder.write(plans.cpu_plan(), tmp_path / "model.plan")
-
-
-LIMITED = """
-import resource, sys, plans
-from nimblec.plan import encoder
-from nimblert import NimbleError
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-try:
-    encoder.write(plans.cuda_plan(), sys.argv[1])
-except NimbleError as exc:
-    print(exc)
-"""
-
-KILLED = """
-import os, signal, sys, plans
-from nimblec.plan import encoder
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-whole, passes = encoder._contents, iter(("placing", "writing"))
-
-def contents(plan):
-    writing = next(passes) == "writing"
-    for data in whole(plan):
-        yield data
-        if writing:
-            die()
-
-if sys.argv[2] == "while writing":
-    encoder._contents = contents
-else:
-    os.fsync = die
-encoder.write(plans.cuda_plan(), sys.argv[1])
-"""
-
-
-def python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a process of its own that finds what this one finds."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_disk_full_while_writing(tmp_path: Path) -> None:
-    path = tmp_path / "model.plan"
-    encoder.write(plans.cpu_plan(), path)
-    before = path.read_bytes()
-    result = python(LIMITED, path)
-    assert result.stdout == f"{path}: cannot be written: File too large; nothing was changed there\n"
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("when", ["while writing", "before renaming"])
-@pytest.mark.parametrize("old", [True, False], ids=["over an old file", "a new file"])
-def test_killed_half_way(when: str, old: bool, tmp_path: Path) -> None:
-    path = tmp_path / "model.plan"
-    if old:
-        encoder.write(plans.cpu_plan(), path)
-    result = python(KILLED, path, when)
-    assert result.returncode == -9, result.stderr
-    if old:
-        assert read_plan(path) == plans.cpu_plan()
-    else:
-        assert not path.exists()
 
 
 def test_only_the_magic_word_is_damaged(plan_path: Path) -> None:
