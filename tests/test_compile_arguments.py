@@ -302,7 +302,5 @@ def test_what_a_named_callable_may_return(tmp_path: Path, monkeypatch: pytest.Mo
         nimblec.CompileError, match=r"^returns:keywords: example_inputs: got dict, expected a tensor or"
     ):
         nimblec.compile("returns:keywords", target="cpu")
-    with pytest.raises(
-        nimblec.CompileError, match=r"returned int, expected \(module, example_inputs\), \(module, ex"
-    ):
+    with pytest.raises(nimblec.CompileError, match=r"returned int, expected \(module, example_inputs\), \(module, ex"):
         nimblec.compile("returns:nothing", target="cpu")

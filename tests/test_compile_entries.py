@@ -55,9 +55,7 @@ def test_each_entry_computes_what_its_module_does(plan: Plan) -> None:
 
 
 def test_weights_are_stored_once(plan: Plan) -> None:
-    alone = nimblec.compile(
-        entry_models.Head().eval(), torch.zeros(3, 16), target="cpu", plan_cache=None
-    )
+    alone = nimblec.compile(entry_models.Head().eval(), torch.zeros(3, 16), target="cpu", plan_cache=None)
     shared = {bytes(weight.data) for weight in alone.weights}
     assert shared <= {bytes(weight.data) for weight in plan.weights}
     assert sum(w.data.nbytes for w in plan.weights) < 1.5 * sum(w.data.nbytes for w in alone.weights)

@@ -30,9 +30,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, ext
 
 
 def test_a_package_that_torch_needs_to_export_a_module_is_named() -> None:
-    code = BLOCKED.format(name="onnx_ir", model="identity").replace(
-        "'identity'", "torch.nn.Identity(), torch.ones(1)"
-    )
+    code = BLOCKED.format(name="onnx_ir", model="identity").replace("'identity'", "torch.nn.Identity(), torch.ones(1)")
     assert python("import torch" + code) == (
         "onnx_ir is not installed, and this needs it: pip install 'nimblec[compile]'\n"
     )

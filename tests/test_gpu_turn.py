@@ -37,10 +37,7 @@ def is_taken(path: Path) -> bool:
 
 def holder(path: Path) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(),
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"

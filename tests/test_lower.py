@@ -22,20 +22,7 @@ from nimblec.plan.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import arrange, serial
-from nimblert.plan import (
-    Access,
-    Launch,
-    Memcpy,
-    Memset,
-    Op,
-    Pointer,
-    Record,
-    Region,
-    Relocation,
-    Tensor,
-    Wait,
-    Weight,
-)
+from nimblert.plan import Access, Launch, Memcpy, Memset, Op, Pointer, Record, Region, Relocation, Tensor, Wait, Weight
 
 
 def test_every_kind_of_buffer_finds_its_region() -> None:

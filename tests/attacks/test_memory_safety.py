@@ -25,10 +25,7 @@ def disguised(call: NodeProto, model: Sequence[Any], claimed: Sequence[Any], out
     """
     said, needed = (
         node_plan(
-            *(np.ones(shape, dtype) for dtype, shape in operands),
-            call=call,
-            outputs=[("float32", output)],
-            kind=kind,
+            *(np.ones(shape, dtype) for dtype, shape in operands), call=call, outputs=[("float32", output)], kind=kind
         )
         for operands in (claimed, model)
     )

@@ -174,12 +174,7 @@ HUGE = "9" * 5000
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--input", f"x:{HUGE}"),
-        ("--dim", f"n={HUGE}"),
-        ("--memory-limit", HUGE),
-        ("--streams", HUGE),
-    ],
+    [("--input", f"x:{HUGE}"), ("--dim", f"n={HUGE}"), ("--memory-limit", HUGE), ("--streams", HUGE)],
 )
 def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str, value: str) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", option, value)

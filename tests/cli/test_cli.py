@@ -215,27 +215,14 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     ((model, options),) = compiler.asked
     assert model == "pkg.module:make"
     assert options.target == "cpu"
-    assert options.inputs == (
-        InputSpec(name="x", shape=(1, 4)),
-        InputSpec(name="ids", shape=(4,), dtype="int64"),
-    )
+    assert options.inputs == (InputSpec(name="x", shape=(1, 4)), InputSpec(name="ids", shape=(4,), dtype="int64"))
     assert options.dims == (("batch", 4), ("a=b + 1", 7))
     assert options.sizes == (("rows", (3, 4, 8, 16, 20)), ("columns", (2, 8)))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
     assert done.err == "note: pkg.module:make is code that runs with your rights: compile only what you trust\n"
     assert done.out.splitlines()[:2] == ["target: cpu (asked for auto)", "note: mind [this]"]
-    for words in (
-        "kernels",
-        "2 (2 launches)",
-        "modules",
-        "weights",
-        "arena",
-        "256 B",
-        "file",
-        "1.23 s",
-        "12.3 ms",
-    ):
+    for words in ("kernels", "2 (2 launches)", "modules", "weights", "arena", "256 B", "file", "1.23 s", "12.3 ms"):
         assert words in done.out
     assert f"wrote {tmp_path / 'm.plan'}" in done.out.replace("\n", "")
 

@@ -193,9 +193,7 @@ def test_an_emptied_cache_releases_memory(installed: tuple[BumpAllocator, Torch]
         whole.check()
 
 
-def test_nothing_is_released_while_a_recording_is_made(
-    installed: tuple[BumpAllocator, Torch], memory: Memory
-) -> None:
+def test_nothing_is_released_while_a_recording_is_made(installed: tuple[BumpAllocator, Torch], memory: Memory) -> None:
     whole, using = installed
     zone, _, _ = whole.zone_pair()
     with whole.allocating_in(zone):

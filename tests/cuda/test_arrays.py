@@ -230,11 +230,7 @@ def test_an_array_of_the_interface_may_be_on_another_gpu(put: object, host: Host
     here, there = allocated(0), allocated(1)
     on_the_host = SimpleNamespace(__cuda_array_interface__=x.__array_interface__)
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"])) as model:
-        uses = (
-            lambda: model(there),
-            lambda: model.bind("x", there),
-            lambda: model.run({"x": x}, out={"y": there}),
-        )
+        uses = (lambda: model(there), lambda: model.bind("x", there), lambda: model.run({"x": x}, out={"y": there}))
         for use in uses:
             with pytest.raises(InputError, match=r"'[xy]': is on GPU 1, the plan runs on GPU 0: copy it there"):
                 use()

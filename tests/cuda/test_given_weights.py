@@ -36,9 +36,7 @@ def captured(module: Module) -> Graph:
         kind = BufferKind.STATE if name == "written" else BufferKind.CONSTANT
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape, nbytes = tuple(tensor.shape), storage.nbytes()
-        buffers.append(
-            Buffer(kind=kind, nbytes=nbytes, name=name, dtype=dtype, shape=shape, storage=storage._cdata)
-        )
+        buffers.append(Buffer(kind=kind, nbytes=nbytes, name=name, dtype=dtype, shape=shape, storage=storage._cdata))
     return Graph(modules=(), kernels=(), buffers=tuple(buffers), ops=(), tasks=(), inputs=(), outputs=())
 
 

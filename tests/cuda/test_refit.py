@@ -48,9 +48,7 @@ def weighted() -> Plan:
 
 def refit(program: Program, x: Tensor) -> Program:
     given = replace(x, name="w", pointer=Pointer(region=Region.WEIGHTS))
-    copy = Memcpy(
-        dst=Pointer(region=Region.WEIGHTS, offset=MADE), src=given.pointer, nbytes=NBYTES, stream=0, op=0
-    )
+    copy = Memcpy(dst=Pointer(region=Region.WEIGHTS, offset=MADE), src=given.pointer, nbytes=NBYTES, stream=0, op=0)
     return replace(
         program,
         name="weights",

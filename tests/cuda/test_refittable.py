@@ -361,8 +361,12 @@ def test_recipes_are_programs_of_the_plan(put: Callable[[np.ndarray], Any]) -> N
     results = [buffer(BufferKind.OUTPUT, name, c.shape[0]) for name, c in zip("abc", constants, strict=True)]
     main = graph(
         [buffer(BufferKind.INPUT, "x", 4), *constants, *results],
-        copies(*((Access(buffer=n + 3, offset=0, nbytes=b.nbytes), Access(buffer=n, offset=0, nbytes=b.nbytes))
-                 for n, b in enumerate(constants, 1))),
+        copies(
+            *(
+                (Access(buffer=n + 3, offset=0, nbytes=b.nbytes), Access(buffer=n, offset=0, nbytes=b.nbytes))
+                for n, b in enumerate(constants, 1)
+            )
+        ),
         [0],
         [4, 5, 6],
     )

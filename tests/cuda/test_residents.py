@@ -24,7 +24,8 @@ def test_a_function_holds_whatever_it_may() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_what_torch_compile_wrapped_keeps_its_names() -> None:
     layer = torch.nn.Linear(3, 4)
-    assert _names(torch.compile(layer)) == _names(layer) == {
-        layer.weight.data_ptr(): "weight",
-        layer.bias.data_ptr(): "bias",
-    }
+    assert (
+        _names(torch.compile(layer))
+        == _names(layer)
+        == {layer.weight.data_ptr(): "weight", layer.bias.data_ptr(): "bias"}
+    )

@@ -23,9 +23,7 @@ STRIDES = {"aten": 11, "optimized": 11, "cpu": 43}
 CORE_CASES_TO_PASS = 1600
 BY_LIST = pytest.mark.parametrize("known", [KNOWN, CPU_KNOWN], ids=["aten", "cpu"])
 BY_TARGET = pytest.mark.parametrize(
-    ("target", "known"),
-    [("aten", KNOWN), ("optimized", KNOWN), ("cpu", CPU_KNOWN)],
-    ids=["aten", "optimized", "cpu"],
+    ("target", "known"), [("aten", KNOWN), ("optimized", KNOWN), ("cpu", CPU_KNOWN)], ids=["aten", "optimized", "cpu"]
 )
 
 

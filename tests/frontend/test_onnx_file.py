@@ -229,9 +229,7 @@ def test_dimensions_without_names_are_given_some(path: Path) -> None:
         ("x", ("batch", 3, 5, 8), r"^--input x: 5 at axis 2, .* 'height': give 'height' there, and its size by --dim$"),
     ],
 )
-def test_names_of_dimensions_that_do_not_fit(
-    path: Path, name: str, shape: tuple[int | str, ...], message: str
-) -> None:
+def test_names_of_dimensions_that_do_not_fit(path: Path, name: str, shape: tuple[int | str, ...], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         model_shapes.name_dimensions(image_model(path), [NamedInput(name=name, shape=shape)])
 

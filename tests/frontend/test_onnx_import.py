@@ -389,10 +389,7 @@ def test_a_transposed_use_of_a_weight_shares_its_memory() -> None:
 def test_outputs_have_memory_of_their_own() -> None:
     body = "y = Identity (x)  z = Reshape (x, flat)  c = Identity (w)  d = Identity (w)"
     model = model_of(
-        body,
-        "(float[2,2] x) => (float[2,2] y, float[4] z, float[2] c, float[2] d)",
-        flat=np.array([4]),
-        w=random(2),
+        body, "(float[2,2] x) => (float[2,2] y, float[4] z, float[2] c, float[2] d)", flat=np.array([4]), w=random(2)
     )
     program = import_model(model)
     x = torch.ones(2, 2)

@@ -98,9 +98,7 @@ def test_a_later_row_holds_from_its_opset_on() -> None:
     assert callable(op("NoSuchOperator"))
 
 
-RUNTIME_SCHEMAS = {
-    schema.name: schema for schema in get_all_operator_schema() if schema.domain == MICROSOFT
-}
+RUNTIME_SCHEMAS = {schema.name: schema for schema in get_all_operator_schema() if schema.domain == MICROSOFT}
 MICROSOFT_ROWS = [row for row in operators() if row.domain == MICROSOFT]
 UNUSED_INPUTS = {"MultiHeadAttention": 2, "Attention": 1}
 """How many inputs at the end, for sharing buffers, are not taken."""

@@ -50,9 +50,7 @@ def network(*, drops: bool) -> nn.Module:
     ("make", "drops"),
     [
         (lambda p: torch.optim.AdamW(p, 0.1), False),  # random numbers are hundreds of calls
-        pytest.param(
-            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), True, marks=pytest.mark.slow
-        ),
+        pytest.param(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), True, marks=pytest.mark.slow),
     ],
 )
 def test_a_training_step_is_recorded_as_its_export_is(

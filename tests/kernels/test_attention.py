@@ -14,11 +14,7 @@ from nimblec.graph.rewriter import Rewriter, is_call
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import LINEARS
 from nimblec.kernels.reductions.attention_op import attention
-from nimblec.kernels.reductions.attention_rewrite import (
-    AttentionRequest,
-    requests,
-    use_triton_attention,
-)
+from nimblec.kernels.reductions.attention_rewrite import AttentionRequest, requests, use_triton_attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling
 from nimblec.optimize import optimize

@@ -92,14 +92,8 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "relu after": (lambda x: _conv(torch.relu(functional.max_pool2d(_conv(x), 2))), ["max relu"]),
     "indices read": (lambda x: functional.max_pool2d_with_indices(_conv(x), 2)[1].half(), []),
     "average": (lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 1, 1)), ["padded average none"]),
-    "average of pixels": (
-        lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 2, 1, True, False)),
-        ["average none"],
-    ),
-    "divisor": (
-        lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=3)),
-        ["padded average by 3 none"],
-    ),
+    "average of pixels": (lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 2, 1, True, False)), ["average none"]),
+    "divisor": (lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=3)), ["padded average by 3 none"]),
     "negative divisor": (lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=-3)), []),
     "adaptive": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (4, 2))), ["average none"]),
     "uneven": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (3, 3))), []),

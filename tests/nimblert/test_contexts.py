@@ -149,9 +149,7 @@ def test_calls_of_threads_that_share_an_executable_run_beside_each_other(
         idle(drawn(0))
 
 
-def test_concurrent_calls_use_at_most_two_contexts_for_each_core(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_calls_use_at_most_two_contexts_for_each_core(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     with nimblert.load(small) as model, ThreadPoolExecutor(8) as pool:
         expected, busy = model(drawn(0)), _Busy(monkeypatch)

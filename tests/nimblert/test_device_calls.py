@@ -111,10 +111,7 @@ def test_calls_of_several_inputs_on_the_host_and_the_gpu(put: Put) -> None:
 @on_host
 @pytest.mark.parametrize(
     ("bring", "count"),
-    [
-        (lambda x, _: x, 4),
-        (lambda x, place: place.copy_(torch.from_numpy(x)), ENOUGH),
-    ],
+    [(lambda x, _: x, 4), (lambda x, place: place.copy_(torch.from_numpy(x)), ENOUGH)],
     ids=["host", "gpu"],
 )
 def test_call_that_comes_again_is_one_launch(

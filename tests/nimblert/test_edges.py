@@ -20,14 +20,7 @@ from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
 
 def launch(stream: int, *, programmatic: bool = False) -> Launch:
     return Launch(
-        stream=stream,
-        op=0,
-        kernel=0,
-        params=b"",
-        relocations=(),
-        reads=(),
-        writes=(),
-        programmatic=programmatic,
+        stream=stream, op=0, kernel=0, params=b"", relocations=(), reads=(), writes=(), programmatic=programmatic
     )
 
 

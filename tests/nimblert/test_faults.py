@@ -289,11 +289,7 @@ assert [array.tobytes() for array in model.run(x).values()] == expected
 
 @pytest.mark.gpu
 def test_a_forked_process_cannot_use_the_gpu_and_says_so() -> None:
-    assert python(FORKED, BLOCK, timeout=60).splitlines() == [
-        "InputError False",
-        "DeviceMismatchError True",
-        "child 0",
-    ]
+    assert python(FORKED, BLOCK, timeout=60).splitlines() == ["InputError False", "DeviceMismatchError True", "child 0"]
 
 
 def test_a_plan_on_the_cpu_that_asks_for_more_than_there_is(small: Path) -> None:

@@ -14,14 +14,10 @@ from nimblert.golden import Comparison, Verdict
 from nimblert.plan import Pointer, Program, Region, Tensor
 
 
-def tensor(
-    name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None
-) -> Tensor:
+def tensor(name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None) -> Tensor:
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     place = Pointer(region=Region.INPUT)
-    return Tensor(
-        name=name, dtype=dtype, shape=shape, strides=strides, pointer=place, sample_range=sample_range
-    )
+    return Tensor(name=name, dtype=dtype, shape=shape, strides=strides, pointer=place, sample_range=sample_range)
 
 
 def program(*inputs: Tensor) -> Program:
@@ -31,11 +27,7 @@ def program(*inputs: Tensor) -> Program:
 def test_the_inputs_of_a_seed_never_change() -> None:
     """Values written down once: a plan's golden record outlives numpy's releases."""
     inputs = golden.draw_inputs(
-        program(
-            tensor("x", "float32", (2, 2)),
-            tensor("ids", "int64", (6,), (0, 99)),
-            tensor("mask", "bool", (8,)),
-        ),
+        program(tensor("x", "float32", (2, 2)), tensor("ids", "int64", (6,), (0, 99)), tensor("mask", "bool", (8,))),
         seed=7,
     )
     assert inputs["x"].tobytes().hex() == "5c0f23bd9698ba3ea1ba293fcb8ecc3e"

@@ -57,9 +57,7 @@ def filled(model: Executable, seed: int, name: str = "x") -> np.ndarray:
     return array
 
 
-def check(
-    model: Executable, copied: list[int], inputs: Callable[[int], np.ndarray], *, through_slots: bool
-) -> None:
+def check(model: Executable, copied: list[int], inputs: Callable[[int], np.ndarray], *, through_slots: bool) -> None:
     """Each call has its own input; all go through the uploader's slots, or none does."""
     for seed in range(6):
         x = inputs(seed)

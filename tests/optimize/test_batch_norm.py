@@ -166,7 +166,7 @@ def test_a_linear_takes_the_scale_of_each_channel_through_views(viewed: Callable
     assert_same(before, after, x, rtol=1e-12)
 
 
-@pytest.mark.parametrize("scale_as", [lambda y, s: y * s, lambda y, s: (y.permute(0, 3, 1, 2) * s[:, None, None])])
+@pytest.mark.parametrize("scale_as", [lambda y, s: y * s, lambda y, s: y.permute(0, 3, 1, 2) * s[:, None, None]])
 def test_a_convolution_takes_the_scale_of_each_channel_through_views(
     scale_as: Callable[[Tensor, Tensor], Tensor],
 ) -> None:

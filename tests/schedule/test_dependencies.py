@@ -75,8 +75,7 @@ def test_slices_of_a_concatenation_written_by_different_kernels_are_independent(
 
 def test_only_the_latest_writer_of_each_byte_is_named() -> None:
     model = graph(
-        temporaries(64),
-        [kernel((), (access(0),)), kernel((access(0),), (access(0),)), kernel((access(0),), ())],
+        temporaries(64), [kernel((), (access(0),)), kernel((access(0),), (access(0),)), kernel((access(0),), ())]
     )
     assert dependencies(model).predecessors == ((), (0,), (1,))
 

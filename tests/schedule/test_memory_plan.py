@@ -146,9 +146,7 @@ def test_nothing_needs_no_arena(model: Graph) -> None:
 def test_memory_of_an_output_is_never_used_again() -> None:
     view = TensorView(name="y", dtype="uint8", shape=(256,), strides=(1,), buffer=0)
     model = graph(
-        temporaries(256, 256),
-        [kernel((), (access(0, 0, 256),)), kernel((), (access(1, 0, 256),))],
-        outputs=(view,),
+        temporaries(256, 256), [kernel((), (access(0, 0, 256),)), kernel((), (access(1, 0, 256),))], outputs=(view,)
     )
     schedule = serial(dependencies(model))
     reused = Layout(offsets=(0, 0), arena_nbytes=256, weights_nbytes=0, state_nbytes=0)

@@ -70,12 +70,9 @@ def image(digit: int) -> np.ndarray:
 def test_requests_run_together_and_each_has_its_own_response(model: Any) -> None:
     wrong = request("image", np.zeros((1, 8, 8), np.float32))
     three = np.concatenate([image(0), image(3), image(9)])
-    responses = model.execute([
-        request("image", image(7)),
-        wrong,
-        request("image", three, "digit"),
-        request("picture", image(7)),
-    ])
+    responses = model.execute(
+        [request("image", image(7)), wrong, request("image", three, "digit"), request("picture", image(7))]
+    )
     seven, refused, digits, unnamed = responses
     found = {tensor.name(): tensor.as_numpy() for tensor in seven.output_tensors()}
     assert found["digit"].tolist() == [7]

@@ -27,14 +27,16 @@ _INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 _ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
 _FIRST_CONTEXT = 0x100
 """The context of device 0; those of other devices follow."""
-_ALWAYS = frozenset({
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetCount",
-    "cuDevicePrimaryCtxRelease",
-    "cuDevicePrimaryCtxRetain",
-})
+_ALWAYS = frozenset(
+    {
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+        "cuDeviceGet",
+        "cuDeviceGetCount",
+        "cuDevicePrimaryCtxRelease",
+        "cuDevicePrimaryCtxRetain",
+    }
+)
 """Functions that still work after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 

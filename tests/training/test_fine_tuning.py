@@ -74,11 +74,7 @@ def words(seed: int) -> tuple[Tensor, Tensor]:
     return drawn[..., 0], drawn[..., 1].flatten()
 
 
-MODELS = {
-    "head alone": (head_alone, numbers),
-    "middle frozen": (middle_frozen, numbers),
-    "tied": (Tied, words),
-}
+MODELS = {"head alone": (head_alone, numbers), "middle frozen": (middle_frozen, numbers), "tied": (Tied, words)}
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:

@@ -317,18 +317,14 @@ class Added(nn.Module):
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"clip_norm": 0.5, "autocast": "fp16"}])
 @pytest.mark.parametrize("reduced", [torch.sum, torch.norm])
-def test_gradients_in_one_tensor_are_changed_once(
-    reduced: Callable[[Tensor], Tensor], options: dict[str, Any]
-) -> None:
+def test_gradients_in_one_tensor_are_changed_once(reduced: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
     def one(found: Tensor, _target: Tensor) -> Tensor:
         return reduced(found)
 
     model = Added()
     eager = copy.deepcopy(model)
     given = torch.zeros(6), torch.zeros(6)
-    module, _ = nimblec.training_step(
-        model, one, torch.optim.SGD(model.parameters(), 0.5), given, **options
-    )["train"]
+    module, _ = nimblec.training_step(model, one, torch.optim.SGD(model.parameters(), 0.5), given, **options)["train"]
     module(*given)
     one(eager(given[0]), given[1]).backward()
     nn.utils.clip_grad_norm_(eager.parameters(), 0.5)

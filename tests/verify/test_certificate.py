@@ -14,14 +14,7 @@ from nimblec.schedule.dag import Dag
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, maximal
-from nimblert.plan import (
-    Candidate,
-    Program,
-    Record,
-    Region,
-    ScheduleRecord,
-    Wait,
-)
+from nimblert.plan import Candidate, Program, Record, Region, ScheduleRecord, Wait
 
 
 def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:
