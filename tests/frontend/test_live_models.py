@@ -331,19 +331,6 @@ def test_a_static_program_takes_no_sizes(tmp_path: Path) -> None:
         nimblec.compile(tmp_path / "model.pt2", target="cpu", dims={"batch": 3})
 
 
-def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.ExportedProgram, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    torch.export.save(dynamic, path)
-    program = torch.export.load(path)
-    program._example_inputs = None
-    source = Source(kind="live", live=LiveModel(model=program, args=None))
-    call = sources.load(source, Options(dims=((_symbol(program), 6),)))["main"]
-    assert {name: tuple(tensor.shape) for name, tensor in call.inputs} == {"x": (6, 3), "more.y": (6, 3)}
-    assert call.args[2] == 5
-    assert call.notes[0] == f"the ExportedProgram is dynamic, and the plan is for {_symbol(program)} = 6 alone"
-    assert call.module(*call.args).shape == (6, 3)
-
-
 def test_nothing_is_said_of_a_mode_that_an_exported_program_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
     module, x = nn.Linear(2, 2).train(), torch.ones(1, 2)
     nimblec.compile(module, (x,), target="cpu", plan_cache=None)

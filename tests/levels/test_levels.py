@@ -13,9 +13,7 @@ from torch import fx, nn
 
 from bench import model_zoo
 from nimblec.base.errors import CompileError, TraceError
-from nimblec.kernels import timing
-from nimblec.kernels.gpu import GPU, SM_90
-from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
 from nimblec.optimize.o1 import FUSED_REGIONS
@@ -184,23 +182,6 @@ def test_entries_that_share_state_fall_back_on_fused_regions(
             found.append(variant)
         assert [variant.is_fallback for variant in found] == [*[False] * (len(found) - 1), is_fallback]
         assert found[-1].name == FUSED_REGIONS.name
-
-
-def test_without_memory_for_all_kernels_at_once_the_tilings_stay(
-    times: TimingCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    timed = o2.Timed(times)
-    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}  # nothing was chosen
-    monkeypatch.setattr(o2, "in_context", full)
-    monkeypatch.setattr(o2, "timing_fingerprint", lambda _: "")
-    monkeypatch.setattr(timing, "GraphTimer", lambda _: None)
-    monkeypatch.setattr(GPU, "current", lambda: SM_90)
-    monkeypatch.setattr(Family, "select", lambda *_: ["a contest"])
-    timed(GEMM, fx.symbolic_trace(nn.ReLU()))
-    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}
 
 
 def test_each_recipe_is_checked_as_a_whole() -> None:

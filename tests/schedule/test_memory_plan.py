@@ -173,8 +173,3 @@ def test_memory_of_an_input_is_used_again_after_its_last_reader() -> None:
     planned = layout(model, serial(dependencies(model)))
     assert planned.offsets[0] == planned.offsets[2] != planned.offsets[1]
     assert planned.arena_nbytes == 512
-
-
-def test_lower_bound_counts_bytes_up_to_31_bits() -> None:
-    model = dataflow((), (0,), sizes=((1 << 30) + 1, 4))
-    assert arena_lower_bound(lifetimes(model, serial(dependencies(model)))) == (1 << 30) + 5

@@ -595,22 +595,6 @@ def test_batches_of_uint16() -> None:
     assert step["train"][1][1].equal(y)
 
 
-class Itself(nn.Linear):
-    """Is its own copy."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Itself":
-        return self
-
-
-def test_a_model_that_is_its_own_copy_stays_as_it_is() -> None:
-    x, y = torch.randn(4, 3), torch.randint(0, 2, (4,))
-    itself = Itself(3, 2)
-    with pytest.raises(TraceError, match="a copy of the model, by its __deepcopy__, is the model itself"):
-        nimblec.training_step(itself, loss, torch.optim.SGD(itself.parameters(), 0.1), (x, y))
-    assert itself.weight.dtype == torch.float32
-    assert "forward" not in vars(itself)
-
-
 def test_what_fails_in_float64_is_a_sentence() -> None:
     model = nn.Linear(3, 4)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
