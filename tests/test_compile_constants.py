@@ -176,9 +176,7 @@ def test_what_is_no_number_is_refused(given: Any) -> None:
         (["rate=1", "--constant", "rate=2"], "input 'rate' was given twice: give it once"),
     ],
 )
-def test_the_command_line_refuses(
-    rated: Path, tmp_path: Path, nimblec: CommandLine, given: list[str], sentence: str
-) -> None:
+def test_command_refuses(rated: Path, tmp_path: Path, nimblec: CommandLine, given: list[str], sentence: str) -> None:
     said = nimblec.refused("compile", rated, "-o", tmp_path / "m.plan", "--target", "cpu", "--constant", *given)
     assert sentence in said
 

@@ -88,7 +88,7 @@ def test_the_slowest_commands_are_those_of_the_largest_median() -> None:
     assert slowest(profiles) == [command(1, 21), command(0, 11)]
 
 
-def test_threads_take_turns_at_fewer_items_and_each_item_has_one_at_a_time() -> None:
+def test_threads_take_turns_at_items() -> None:
     busy: set[str] = set()
     used: set[str] = set()
     lock = threading.Lock()

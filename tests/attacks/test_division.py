@@ -67,7 +67,7 @@ def test_run_names_a_division_that_overflows(tmp_path: Path, threads: int) -> No
         (TensorProto.FLOAT, "x", "x", 1),
     ],
 )
-def test_sessions_are_shared_with_safe_divisions_only(
+def test_session_is_shared_if_divisions_safe(
     tmp_path: Path, dtype: int, dividend: str, divisor: str, sessions: int
 ) -> None:
     """The operands of other divisions must be looked at before they run."""

@@ -68,9 +68,7 @@ GIVEN: list[Any] = [
 
 
 @pytest.mark.parametrize("option", ARRAYS)
-def test_arrays_are_in_the_key_and_where_caches_lie_is_not(
-    tmp_path: Path, model: Path, options: Options, option: str
-) -> None:
+def test_plan_key_holds_arrays_not_folders(tmp_path: Path, model: Path, options: Options, option: str) -> None:
     keys = {key_of(model, replace(options, **{option: given})) for given in GIVEN}
     assert len(keys) == len(GIVEN)
     elsewhere = replace(options, timing_cache=tmp_path / "other.json", plan_cache=tmp_path / "other")
@@ -138,7 +136,7 @@ def test_what_is_no_model_gives_no_key(tmp_path: Path, options: Options, content
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_FREEZING", "TRITON_PTXAS_PATH", "MKL_CBWR"])
-def test_variables_that_steer_the_frameworks_are_in_the_key(
+def test_plan_key_holds_framework_variables(
     model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     seen = set()
@@ -151,7 +149,7 @@ def test_variables_that_steer_the_frameworks_are_in_the_key(
 
 
 @pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PWD", "PYTHONHASHSEED"])
-def test_variables_that_change_no_plan_are_not(
+def test_plan_key_ignores_other_variables(
     model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     before = key_of(model, options)
@@ -168,7 +166,7 @@ def install(folder: Path, version: str, record: str = "") -> None:
 
 
 @pytest.mark.usefixtures("changing_software")
-def test_installed_packages_are_in_the_key(
+def test_plan_key_holds_packages(
     tmp_path: Path, model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {key_of(model, options)}
@@ -188,7 +186,7 @@ def test_installed_packages_are_in_the_key(
 
 @pytest.mark.usefixtures("changing_software")
 @pytest.mark.parametrize("target", [Target.CPU, Target.CUDA])
-def test_our_source_python_and_the_machine_are_in_the_key(
+def test_plan_key_holds_source(
     tmp_path: Path, model: Path, options: Options, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
     devices = [replace(H200, driver_version=12080), H200, replace(H200, multiprocessor_count=66)]

@@ -202,9 +202,7 @@ def test_a_cache_that_cannot_be_written_or_is_no_file_is_told(tmp_path: Path) ->
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_home_that_cannot_be_written_is_a_note(
-    nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timing_cache_notes_sealed_home(nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
     done = nimblec("compile", ROOT / "samples" / "digits.onnx", "-o", tmp_path / "d.plan", "--target", "cpu")
     assert (done.status, done.err) == (0, "")

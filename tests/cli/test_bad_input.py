@@ -98,9 +98,7 @@ def test_an_example_that_does_not_fit_is_named_as_one(
     assert_untouched(output)
 
 
-def test_an_example_gives_the_sizes_that_no_option_gives(
-    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path
-) -> None:
+def test_compile_takes_sizes_of_example(nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 3), np.float32))
     options = ("--target", "cpu", "-q", "--example", f"x={tmp_path / 'a.npy'}")
     assert nimblec("compile", dynamic, "-o", output, *options).status == 0
@@ -123,9 +121,7 @@ def doubling_functions(path: Path, levels: int) -> Path:
     return path
 
 
-def test_functions_that_double_are_counted_before_they_are_written_out(
-    nimblec: CommandLine, tmp_path: Path, output: Path
-) -> None:
+def test_compile_counts_functions_first(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
     compile_ = ("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
     doubling_functions(tmp_path / "m.onnx", 60)
     assert "expands to more than 1,000,000 nodes once the functions that it calls" in nimblec.refused(*compile_)
@@ -138,9 +134,7 @@ def test_functions_that_double_are_counted_before_they_are_written_out(
     assert nimblec(*compile_).status == 0
 
 
-def test_what_onnx_runtime_refuses_is_told_without_its_source(
-    nimblec: CommandLine, tmp_path: Path, output: Path
-) -> None:
+def test_compile_tells_runtime_refusal(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
     bfloat16 = [(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
     write_model(tmp_path / "m.onnx", [node("MatMul", ["x", "x"], ["y"], name="mm")], bfloat16[:1], bfloat16[1:])
     sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
@@ -184,9 +178,7 @@ def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str
 
 
 @pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
-def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
-    nimblec: CommandLine, output: Path, options: list[str]
-) -> None:
+def test_compile_refuses_cuda_options_on_cpu(nimblec: CommandLine, output: Path, options: list[str]) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options)
     assert sentence.startswith(f"{' '.join(options)}: only CUDA plans have ")
     assert_untouched(output)
@@ -257,9 +249,7 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_plan_may_not_replace_the_data_file_of_its_model_nor_what_else_is_no_plan(
-    nimblec: CommandLine, tmp_path: Path
-) -> None:
+def test_compile_refuses_to_replace_data(nimblec: CommandLine, tmp_path: Path) -> None:
     model, data, empty = tmp_path / "m.onnx", tmp_path / "m.data", tmp_path / "empty"
     whole = onnx.load(DIGITS)
     onnx.save(whole, model, save_as_external_data=True, location=data.name, size_threshold=256)

@@ -74,7 +74,7 @@ def test_the_profile_lists_the_commands_with_their_ops(nimblec: CommandLine, pat
     assert sum(" launch " in line for line in out.splitlines()) == 2
 
 
-def test_the_given_inputs_are_those_that_run(
+def test_bench_runs_given_inputs(
     nimblec: CommandLine, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.arange(4, dtype=np.float32)

@@ -8,10 +8,9 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import OLD_PLAN, CommandLine
+from command_line import CommandLine
 from plans import cpu_plan, pointer
 
-from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.options import InputSpec, NamedInput, Options, read_spec
 from nimblec.base.stages import Observer
 from nimblec.cli import arguments
@@ -151,9 +150,7 @@ def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, com
         (("compile", "m.onnx", "-o", "p", "-v", "-q"), "--quiet"),
     ],
 )
-def test_wrong_usage_is_one_sentence_that_points_to_help(
-    nimblec: CommandLine, args: tuple[str, ...], words: str
-) -> None:
+def test_usage_error_points_to_help(nimblec: CommandLine, args: tuple[str, ...], words: str) -> None:
     sentence = nimblec.refused(*args)
     assert words in sentence
     assert "--help" in sentence
@@ -174,9 +171,8 @@ def test_python_dash_m_is_the_command_line(monkeypatch: pytest.MonkeyPatch) -> N
 class Compiler(ModuleType):
     """Stands in for nimblec.compiler: writes a plan of another model and remembers what it was asked."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__("nimblec.compiler")
-        self.error = error
         self.asked: list[tuple[object, Options]] = []
 
     @staticmethod
@@ -188,8 +184,6 @@ class Compiler(ModuleType):
         """Pretend two stages."""
         self.asked.append((model, options))
         observer("capture", None)
-        if self.error:
-            raise self.error
         observer("capture", 1.234)
         plan = cpu_plan()
         encoder.write(plan, output)
@@ -240,25 +234,18 @@ def test_a_callable_is_imported_from_the_current_directory(
 
 
 def test_verbose_prints_stages_and_quiet_nothing(nimblec: CommandLine, compiler: Compiler, tmp_path: Path) -> None:
-    assert compiler.error is None
+    del compiler
     verbose = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-v")
     assert "capture: 1.23 s" in verbose.err.splitlines()
     quiet = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-q")
     assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
 
 
-def test_a_refused_model_is_one_sentence_and_touches_nothing(
-    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
-) -> None:
-    compiler.error = UnsupportedModelError("node 'n' (Frob):\n no such operator")
-    output = tmp_path / "m.plan"
-    output.write_bytes(OLD_PLAN)
-    assert nimblec.refused("compile", "m.onnx", "-o", output, "-q") == "node 'n' (Frob): no such operator"
-    assert output.read_bytes() == OLD_PLAN
-    traced = nimblec("compile", "m.onnx", "-o", output, "-q", "--debug")
+def test_debug_shows_the_traceback(nimblec: CommandLine, tmp_path: Path) -> None:
+    traced = nimblec("compile", "none.onnx", "-o", tmp_path / "m.plan", "--debug")
     assert traced.status == 2
     assert "Traceback" in traced.err
-    assert traced.err.splitlines()[-1] == "nimblec: node 'n' (Frob): no such operator"
+    assert traced.err.splitlines()[-1].startswith("nimblec: none.onnx")
 
 
 def test_a_missing_or_repeated_example_is_refused(nimblec: CommandLine, compiler: Compiler, tmp_path: Path) -> None:

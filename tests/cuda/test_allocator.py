@@ -75,7 +75,7 @@ def test_every_allocation_has_an_address_of_its_own() -> None:
     assert zone.sizes == [0, 1, 512, 513, 0]
 
 
-def test_a_freed_address_does_not_come_again_where_runs_are_recorded() -> None:
+def test_allocator_reuses_no_freed_address() -> None:
     zone = Zone()
     first = zone.allocate(4 * MIB)
     zone.free(first)
@@ -215,7 +215,7 @@ def test_an_address_belongs_to_the_allocation_below_it() -> None:
     assert [zone.find(x) for x in (a - 1, a, a + 99, a + 100, b, b + 1)] == [None, 0, 0, None, 1, None]
 
 
-def test_two_zones_differ_by_another_distance_for_each_allocation() -> None:
+def test_allocator_zones_differ_per_allocation() -> None:
     first, second = Zone(), Zone(first_offset=0x1234_5600, gap_nbytes=STEP_NBYTES)
     pairs = [(first.allocate(n), second.allocate(n)) for n in (512, 1, 5 * MIB, 0, 7)]
     assert [b - a for a, b in pairs] == [second.base - first.base + i * STEP_NBYTES for i in range(5)]

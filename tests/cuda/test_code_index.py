@@ -99,7 +99,7 @@ def test_code_that_is_not_understood_stays_whole_and_is_told(monkeypatch: pytest
     assert "type 99" in note
 
 
-def test_a_damaged_part_that_no_kernel_needs_leaves_the_code_whole() -> None:
+def test_code_index_skips_damaged_part() -> None:
     damaged = patched(IMAGE, header_of(IMAGE, ".nv.callgraph") + 24, "<Q", len(IMAGE))  # lies past the end
     index = _index(damaged)
     assert index.shrunk(index.digest(_function(SYMBOL)), [SYMBOL]) == damaged

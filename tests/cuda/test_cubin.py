@@ -49,7 +49,7 @@ def bindings_before_a_global(bindings: list[int]) -> int:
 
 
 @any_cubin
-def test_entry_symbols_are_the_kernels_and_not_the_device_functions(cubin: bytes) -> None:
+def test_cubin_entries_are_kernels(cubin: bytes) -> None:
     assert entry_symbols(cubin) == KERNELS == kernels(cubin)
     assert entry_symbols(memoryview(cubin)) == KERNELS
 
@@ -266,7 +266,7 @@ ALLOCATED: dict[str, tuple[int, int, int, int, int | None]] = {
 
 
 @pytest.mark.parametrize("case", ALLOCATED)
-def test_the_segment_of_a_section_is_around_its_bytes_and_written_as_it_is(case: str) -> None:
+def test_cubin_segment_surrounds_section(case: str) -> None:
     kind, flags, offset, nbytes, segment = ALLOCATED[case]
     section = Section(0, kind, flags, 0, offset, nbytes, 0, 0, 8, 0)
     if segment is not None:

@@ -114,14 +114,14 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
     assert found.params == _pack(0, RESIDENT + 520, 5)  # the second one was freed: a number, or padding
 
 
-def test_a_stale_pointer_to_another_recordings_zone_is_no_librarys_memory(asked: list[int]) -> None:
+def test_relocation_ignores_other_zone(asked: list[int]) -> None:
     relocator = Relocator(Shift(FIRST, SHIFT), _earlier(), foreign.ForeignMemory())
     words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
     assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
     assert not asked
 
 
-def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not_read_it(asked: list[int]) -> None:
+def test_relocation_ignores_other_weight(asked: list[int]) -> None:
     relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
     words = _pack(DEVICE + 8)
     assert relocator.relocate(words, words, declared=()) == RelocatedParams(params=words, targets=())
@@ -131,7 +131,7 @@ def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not
     assert not asked
 
 
-def test_memory_without_a_known_owner_counts_for_an_op_that_has_no_tensor_there(asked: list[int]) -> None:
+def test_relocation_counts_unowned_memory(asked: list[int]) -> None:
     relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
     found = relocator.relocate(_pack(RESIDENT + 8), _pack(RESIDENT + 8), declared=())
     assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
@@ -139,7 +139,7 @@ def test_memory_without_a_known_owner_counts_for_an_op_that_has_no_tensor_there(
 
 
 @pytest.mark.parametrize("read", [(), (DEVICE,)])
-def test_memory_of_an_earlier_recording_is_refused_where_an_op_reads_it_and_is_no_state_elsewhere(
+def test_relocation_refuses_earlier_memory(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
 ) -> None:
     """The kernel has the address twice, as stale padding may; the op reads a tensor there, or none."""
@@ -202,7 +202,7 @@ def test_a_kernel_is_told_to_report_nowhere(relocator: Relocator) -> None:
     assert found.targets == ((16, Target(index=0, offset=0)),)
 
 
-def test_half_a_stale_pointer_beside_a_number_of_two_bytes_is_no_pointer(relocator: Relocator) -> None:
+def test_relocation_ignores_half_a_pointer(relocator: Relocator) -> None:
     first, second = ((1 << 48) + address for address in (FIRST[0], SECOND[0]))
     found = relocator.relocate(_pack(first), _pack(second))
     assert found.targets == ()

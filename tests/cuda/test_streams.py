@@ -193,9 +193,7 @@ def test_call_waits_until_the_run_before_has_read_its_input(
 
 
 @on_host
-def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
-    put: Callable[[np.ndarray], Any], host: HostDriver
-) -> None:
+def test_stream_waits_for_shared_memory(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     x = put(drawn(0))
     with Arena.for_plans(copying(SHAPE, ORDERS["odd"])) as arena:
         models = [nimblert.load(copying(SHAPE, ORDERS["odd"]), arena=arena) for _ in range(2)]

@@ -287,7 +287,7 @@ def test_in_place_calls_that_something_sees(function: Callable[[Tensor], Tensor]
     assert not any(n.op == "call_function" and n.target._schema.is_mutable for n in module.graph.nodes)
 
 
-def test_a_transpose_in_place_leaves_the_shape_of_what_it_transposes() -> None:
+def test_aten_graph_transposes_in_place() -> None:
     """As in torch.stft, whose code also squeezes in place."""
     window = torch.hann_window(8)
     graph = trace(Calling(lambda x: torch.stft(x, 8, window=window, return_complex=True).abs()), (torch.rand(40),))

@@ -72,7 +72,7 @@ def test_enough_core_cases_pass() -> None:
     assert len(core - KNOWN.keys()) >= CORE_CASES_TO_PASS
 
 
-def test_what_the_cpu_target_refuses_of_the_core_has_sizes_that_depend_on_values() -> None:
+def test_cpu_refuses_core_by_values() -> None:
     core = {case.name for case in cases() if case.core}
     assert all("depends on values" in CPU_KNOWN[name] for name in core & CPU_KNOWN.keys())
 

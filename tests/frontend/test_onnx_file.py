@@ -86,14 +86,14 @@ def test_unknown_operators_are_listed_all(path: Path) -> None:
     assert "FusedMatMul" not in message
 
 
-def test_an_operator_that_a_later_opset_brought_is_unknown_before(path: Path) -> None:
+def test_onnx_file_knows_opset_of_operator(path: Path) -> None:
     nodes = [node("Gelu", ["x"], ["y"])]
     with pytest.raises(UnsupportedModelError, match=r"unknown operator Gelu \(opset 18\)"):
         model_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=18))
     model_file.load(write_model(path, nodes, [floats("x", 2)], [floats("y", 2)], opset=20))
 
 
-def test_functions_of_the_model_are_known_and_their_bodies_checked(path: Path) -> None:
+def test_onnx_file_checks_functions(path: Path) -> None:
     def save(op_type: str) -> None:
         body = [node(op_type, ["a"], ["b"], name="inside")]
         function = helper.make_function("local", "F", ["a"], ["b"], body, [helper.make_opsetid("", 18)])
@@ -296,7 +296,7 @@ def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
     assert not model_file.load(path, external_data=False).graph.initializer[0].raw_data
 
 
-def test_external_data_of_length_0_are_as_long_as_the_shape_tells(tmp_path: Path) -> None:
+def test_onnx_file_reads_data_of_length_0(tmp_path: Path) -> None:
     """As for ONNX Runtime; onnx itself writes it for an empty tensor."""
     given = {
         "empty": (TensorProto.FLOAT, (0, 3), b""),

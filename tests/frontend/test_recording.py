@@ -89,7 +89,7 @@ def test_writes_in_place_become_values() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_statistics_that_a_call_writes_undeclared_are_its_results() -> None:
+def test_recording_returns_written_statistics() -> None:
     def normed(x: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = x.new_zeros(3), x.new_ones(3)
         y = aten.native_batch_norm.default(x, None, None, mean, variance, True, 0.5, 1e-5)[0]
@@ -125,9 +125,7 @@ def test_what_depends_on_no_argument_is_computed_at_once() -> None:
         (torch.nonzero, TraceError, "Calling: line .* on the value of a tensor, and a plan is static"),
     ],
 )
-def test_what_no_graph_can_hold_is_refused(
-    function: Callable[[Tensor], Any], error: type[Exception], message: str
-) -> None:
+def test_recording_refuses(function: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
     before = CONSTANT.clone()
     with pytest.raises(error, match=message):
         record(Calling(function), (torch.randn(2, 3),), device="cpu")

@@ -208,7 +208,7 @@ def test_networks_with_all_kernels_ours(name: str) -> None:
     assert_same(module, own, x, rtol=5e-3)
 
 
-def test_a_second_choice_measures_nothing_and_compiles_what_was_chosen() -> None:
+def test_selector_measures_once() -> None:
     module, _ = _network("EfficientNet")
     times: dict[str, int] = {}
     first, jobs, timer = _selector(times)
@@ -255,7 +255,7 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     assert FRAMEWORK in choice.microseconds
 
 
-def test_tilings_nearly_as_fast_as_the_chosen_one_stay_in_the_contest() -> None:
+def test_selector_keeps_contest_of_fast_tilings() -> None:
     request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
     names = ["x".join(map(str, tiling.numbers)) for tiling in tilings(request, SM_90)]
     times = {FRAMEWORK: 3.0, **dict.fromkeys(names, 2.0), names[0]: 1.2, names[1]: 1.0}

@@ -197,7 +197,7 @@ def odd(x, share):
 def laid(x, like):
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(x)
 
-def atrandom_half(seed):
+def at_random(seed):
     r = random.Random(seed)
     torch.manual_seed(seed)
     kernel = r.randint(1, 4), r.randint(1, 4)
@@ -279,7 +279,7 @@ def test_values_in_the_interpreter(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_random_windows_in_the_interpreter(tmp_path: Path) -> None:
     """Maxima bit for bit as torch has them, with NaNs, infinities and zeros of both signs."""
-    told = interpreted(INTERPRET + f"for seed in range({SEEDS}): atrandom_half(seed)\n", tmp_path)
+    told = interpreted(INTERPRET + f"for seed in range({SEEDS}): at_random(seed)\n", tmp_path)
     assert told.split() == [str(seed) for seed in range(SEEDS)]
 
 

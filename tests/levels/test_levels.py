@@ -168,9 +168,7 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
 
 
 @pytest.mark.usefixtures("called")
-def test_entries_that_share_state_fall_back_on_fused_regions(
-    times: TimingCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_state_falls_back_on_regions(times: TimingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(o2, "Timed", Untimed)
     module = Small().eval()
     written = frozenset({module.linear.weight.untyped_storage()._cdata})
@@ -190,7 +188,7 @@ def test_each_recipe_is_checked_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("recipe", [FUSED_REGIONS, o2.TRITON, o2.TRITON_NORMS], ids=lambda recipe: recipe.name)
-def test_each_pass_says_what_it_does_and_why_it_stands_where_it_does(recipe: Recipe) -> None:
+def test_pass_says_its_reason(recipe: Recipe) -> None:
     for pipeline in recipe.pipelines:
         for each in pipeline.passes:
             assert each.summary.endswith(".")

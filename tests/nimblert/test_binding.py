@@ -73,9 +73,7 @@ def shrunk(array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("change", [resized, shrunk])
 @pytest.mark.parametrize("name", ["x", "y"])
-def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
-    model: Executable, name: str, change: Callable[[np.ndarray], None]
-) -> None:
+def test_binding_refuses_changed_array(model: Executable, name: str, change: Callable[[np.ndarray], None]) -> None:
     given = {} if name == "x" else {"x": drawn(0)}
     array = drawn(0)
     model.bind(name, array)
@@ -89,7 +87,7 @@ def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
     assert np.array_equal(model(drawn(0))[0], expected)
 
 
-def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Executable) -> None:
+def test_binding_refuses_moved_tensor(model: Executable) -> None:
     torch = pytest.importorskip("torch")
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE)  # both now: a later one may lie where the first has lain
     model.bind("y", tensor)

@@ -65,9 +65,7 @@ def test_pool_gives_each_block_to_one_thread_at_a_time(host: HostDriver, pool: B
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_pool_frees_blocks_of_other_sizes_where_memory_ends(
-    host: HostDriver, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pool_frees_other_sizes_when_full(host: HostDriver, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is called with ever other sizes has blocks of all of them."""
     allocate = HostDriver._allocate
 

@@ -126,7 +126,7 @@ def test_altered(position: int, plan_path: Path) -> None:
     assert refusal(plan_path).startswith("was altered after it was written (SHA-256 differs)")
 
 
-def test_a_plan_that_contradicts_itself_is_neither_written_nor_read(plan_path: Path) -> None:
+def test_container_refuses_contradiction(plan_path: Path) -> None:
     bad = replace(plans.cuda_plan(), kernels=())
     before = plan_path.read_bytes()
     with pytest.raises(PlanInvalidError, match=r"commands\[1\]\.kernel: 0 is out of range"):

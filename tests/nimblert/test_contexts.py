@@ -59,7 +59,7 @@ def drawn(seed: int, rows: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
 
 
-def test_a_context_has_memory_of_its_own_over_the_same_weights_and_sessions(model: Executable) -> None:
+def test_context_has_own_memory(model: Executable) -> None:
     context = model.context()
     first, second = (one._backends[one.program.name] for one in (model, context))
     assert isinstance(first, CpuBackend)
@@ -118,9 +118,7 @@ def test_a_context_in_two_threads_is_refused_and_stays_good(model: Executable, m
     assert np.array_equal(context(drawn(0)), expected)
 
 
-def test_calls_of_threads_that_share_an_executable_run_beside_each_other(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_run_beside_each_other(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call ends when the second one has."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     began, ended = threading.Event(), threading.Event()
@@ -175,9 +173,7 @@ def test_threads_that_share_an_executable_take_turns_on_one_core(small: Path, mo
         assert all(np.array_equal(run.result(), expected) for run in runs)
 
 
-def test_closing_an_executable_closes_its_contexts_and_waits_for_their_runs(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_waits_for_contexts(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nimblert.load(small)
     expected = model(drawn(0))
     context, busy = model.context(), _Busy(monkeypatch)
@@ -281,7 +277,7 @@ def test_a_cpu_plan_has_no_devices(small: Path) -> None:
         nimblert.load(small, device=1)
 
 
-def test_outputs_are_new_arrays_or_the_callers_or_views_that_the_next_run_writes(model: Executable) -> None:
+def test_outputs_are_new_given_or_views(model: Executable) -> None:
     first, second = drawn(0), drawn(1)
     expected = model(first), model(second)
     kept = model.run({"x": first})["y"]

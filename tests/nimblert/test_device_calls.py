@@ -372,9 +372,7 @@ def test_call_runs_on_the_librarys_stream_after_launches(model: Executable, put:
 
 @on_host
 @pytest.mark.parametrize("count", [1, ENOUGH])
-def test_launch_that_fails_is_an_error_and_the_next_call_runs(
-    model: Executable, put: Put, host: HostDriver, count: int
-) -> None:
+def test_launch_failure_leaves_next_call(model: Executable, put: Put, host: HostDriver, count: int) -> None:
     for value in (drawn(1), put(drawn(1))):
         for _ in range(count):
             model(value)

@@ -80,7 +80,7 @@ def test_only_the_edge_along_the_stream_is_programmatic() -> None:
     assert edges(alone)[1] == (Edge(source=0),)
 
 
-def test_what_comes_before_and_after_a_program_joins_its_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "add_node", lambda _graph, command, *_: command)
     monkeypatch.setattr(graph, "_add_edges", lambda *_: None)
     memory: Any = None

@@ -67,9 +67,7 @@ def doubled(plan: Plan) -> Plan:
     return replace(plan, weights=weights)
 
 
-def test_a_plan_that_is_replaced_on_disk_serves_on_and_the_next_load_has_the_new_one(
-    path: Path, tmp_path: Path
-) -> None:
+def test_replaced_plan_serves_on(path: Path, tmp_path: Path) -> None:
     served = tmp_path / "served.plan"
     first = read_plan(path, copy=True)
     second = doubled(first)
@@ -100,7 +98,7 @@ def test_a_plan_that_is_replaced_on_disk_serves_on_and_the_next_load_has_the_new
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.02])
-def test_closing_while_contexts_run_ends_every_thread_in_a_sentence(path: Path, delay: float) -> None:
+def test_close_ends_running_threads(path: Path, delay: float) -> None:
     model = nimblert.load(path)
     expected = result(model)
     contexts = [model.context() for _ in range(3)]
@@ -148,7 +146,7 @@ print("end")
 """
 
 
-def test_a_process_ends_in_order_with_live_contexts_and_running_threads(path: Path) -> None:
+def test_process_ends_with_live_contexts(path: Path) -> None:
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", LEFT, path],
@@ -162,7 +160,7 @@ def test_a_process_ends_in_order_with_live_contexts_and_running_threads(path: Pa
 
 
 @pytest.mark.gpu
-def test_device_memory_that_is_not_there_is_an_error_and_harms_no_plan_beside() -> None:
+def test_missing_device_memory_is_an_error() -> None:
     plan = read_plan(BLOCK)
     huge = replace(plan, programs=(replace(plan.programs[0], arena_nbytes=1 << 46),))
     with nimblert.load(plan) as model:
@@ -215,7 +213,7 @@ except nimblert.InputError as exc:
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_fails_ends_every_context_of_its_process_in_an_error_and_no_other_process() -> None:
+def test_kernel_failure_ends_own_contexts() -> None:
     with nimblert.load(BLOCK) as model:
         expected = result(model)
         errors, closed = python(STICKY, BLOCK, timeout=60).splitlines()
@@ -256,7 +254,7 @@ pool.close()
 
 
 @pytest.mark.gpu
-def test_pool_raises_the_error_of_a_kernel_that_failed_on_one_gpu() -> None:
+def test_pool_raises_error_of_failed_gpu() -> None:
     """CUDA then refuses every call of the process, on any of its GPUs; closing works."""
     driver.initialise()
     if driver.count() < 2:
@@ -318,7 +316,7 @@ with nimblert.load(sys.argv[1]) as model:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="bounds memory as Linux does")
-def test_a_run_on_the_cpu_that_needs_more_memory_than_there_is_says_so_and_the_next_is_good(tmp_path: Path) -> None:
+def test_cpu_run_without_memory_says_so(tmp_path: Path) -> None:
     nodes = [helper.make_node("Expand", ["x", "n"], ["a"]), helper.make_node("ReduceMax", ["a"], ["y"], keepdims=0)]
     constants = {"n": np.array([1 << 28])}
     write_model(tmp_path / "m.onnx", nodes, [floats("x", 1)], [floats("y")], constants=constants)

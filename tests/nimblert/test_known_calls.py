@@ -80,9 +80,7 @@ def test_array_that_does_not_fit_is_refused_after_calls_that_did(model: Executab
         ((0,), {}, r"3 arrays were given, the plan takes 2: \['x', 'i'\]"),
     ],
 )
-def test_call_with_too_many_arguments_is_refused(
-    model: Executable, more: tuple[Any, ...], named: dict[str, Any], sentence: str
-) -> None:
+def test_call_refuses_arguments(model: Executable, more: tuple[Any, ...], named: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         model(*arrays(0).values(), *more, **named)
 

@@ -258,9 +258,7 @@ def test_a_file_of_other_dtypes(model: Executable, tmp_path: Path, dtype: str, s
         model.refit(path)
 
 
-def test_without_the_package_a_sentence_says_what_to_install(
-    model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refit_names_missing_package(model: Executable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(InputError, match=r"pip install 'nimblert\[safetensors\]'"):
         model.refit(tmp_path / "weights.safetensors")

@@ -31,9 +31,7 @@ def _without_events(plan: Plan) -> Plan:
     ],
     ids=["altered", "contradictory", "unordered"],
 )
-def test_a_fault_of_a_plan_is_reported_before_one_of_the_machine(
-    change: Callable[[Plan], bytes], sentence: str
-) -> None:
+def test_plan_fault_comes_before_machine(change: Callable[[Plan], bytes], sentence: str) -> None:
     strange = replace(cuda_plan().device, compute_capability=(99, 0))
     with pytest.raises(PlanError, match=sentence):
         nimblert.load(change(replace(cuda_plan(), device=strange)))

@@ -122,7 +122,7 @@ def part_of(model: Executable, seed: int, cut: Callable[[np.ndarray], np.ndarray
     ],
     ids=["first", "other", "unaligned"],
 )
-def test_dense_part_of_page_locked_memory_is_read_in_place(
+def test_dense_page_locked_part_is_in_place(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     with nimblert.load(copying((2 * SHAPE[0], *SHAPE[1:]), ORDERS["contiguous"])) as memory:
@@ -138,7 +138,7 @@ def test_dense_part_of_page_locked_memory_is_read_in_place(
     ],
     ids=["gaps", "backwards rows", "backwards"],
 )
-def test_page_locked_array_with_gaps_or_backwards_is_copied(
+def test_page_locked_gaps_are_copied(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     """By one thread, to the staging memory of the input."""
@@ -169,9 +169,7 @@ def test_ordinary_memory_is_copied(model: Executable, copied: list[int]) -> None
 
 
 @on_host
-def test_memory_of_which_cuda_knows_a_part_or_no_more_is_copied(
-    model: Executable, copied: list[int], host: HostDriver
-) -> None:
+def test_memory_known_in_part_is_copied(model: Executable, copied: list[int], host: HostDriver) -> None:
     nbytes = 4 * int(np.prod(SHAPE))
     memory = (ctypes.c_uint8 * nbytes)()
     address = ctypes.addressof(memory)
@@ -195,9 +193,7 @@ def test_pinned_tensor_is_read_in_place(model: Executable, copied: list[int]) ->
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 32, 24), SHAPE])
-def test_input_of_an_enqueued_run_may_be_changed_at_once(
-    put: object, copied: list[int], shape: tuple[int, ...]
-) -> None:
+def test_enqueued_input_may_be_changed(put: object, copied: list[int], shape: tuple[int, ...]) -> None:
     del put
     with nimblert.load(copying(shape, ORDERS["contiguous"]), poison=True) as model:
         x = filled(model, 0)

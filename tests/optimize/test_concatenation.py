@@ -157,7 +157,7 @@ def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_an_output_that_is_a_view_of_a_concatenation_lies_as_it_did(rows: bool) -> None:
+def test_concatenation_view_keeps_layout(rows: bool) -> None:
     """The concatenation has come to lie in the memory of a longer one, and so has the view."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def test_precedence_is_every_use_before_every_use(model: Graph, seed: int) -> No
 
 
 @given(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=8), st.data())
-def test_lower_bound_is_the_heaviest_set_that_must_be_alive_together(sizes: list[int], data: st.DataObject) -> None:
+def test_lower_bound_is_heaviest_live_set(sizes: list[int], data: st.DataObject) -> None:
     sources = [tuple(data.draw(st.sets(st.integers(0, i - 1), max_size=2))) if i else () for i in range(len(sizes))]
     model = dataflow(*sources, sizes=tuple(sizes))
     for schedule in schedules(dependencies(model)):
@@ -155,7 +155,7 @@ def test_memory_of_an_output_is_never_used_again() -> None:
     assert list(overlaps(replace(model, outputs=()), schedule, reused)) == []
 
 
-def test_inputs_in_the_arena_are_there_together_even_if_one_is_not_read() -> None:
+def test_arena_holds_unread_inputs() -> None:
     views = [TensorView(name=f"x{b}", dtype="uint8", shape=(256,), strides=(1,), buffer=b) for b in (0, 1)]
     model = graph(temporaries(256, 256), [kernel((access(0, 0, 256),), ())], inputs=tuple(views))
     schedule = serial(dependencies(model))

@@ -111,9 +111,7 @@ def test_the_end_gives_the_plan_back(model: Any) -> None:
     assert "is closed" in response.error().message()
 
 
-def test_a_plan_that_takes_no_sizes_between_its_own_is_refused_at_load(
-    repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_fixed_sizes_is_refused(repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = read_plan(repository / "digits" / "1" / "model.plan")
     exact = nimblert.load(replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs)))
     monkeypatch.setattr(nimblert, "load", lambda *_, **__: exact)

@@ -130,9 +130,7 @@ def test_amplified_rounding_is_no_other_step() -> None:
     ("name", "place", "mistake"),
     [(r"0\.bias", 1, 1e-4), (r"1\.bias", 3, 1e-6), (r"2\.weight", 4, 1e-5), (r"0\.bias\.momentum_buffer", 9, 1e-3)],
 )
-def test_amplified_rounding_hides_no_mistake(
-    monkeypatch: pytest.MonkeyPatch, name: str, place: int, mistake: float
-) -> None:
+def test_rounding_hides_no_mistake(monkeypatch: pytest.MonkeyPatch, name: str, place: int, mistake: float) -> None:
     _changed(lambda n, value: value + mistake if n == place else value, monkeypatch)
     with pytest.raises(UnsupportedModelError, match=f"'{name}' after call 1 is not what"):
         _amplifying_step()
