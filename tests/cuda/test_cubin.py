@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nimblec.base.errors import CompileError
-from nimblec.cuda.capture import elf
 from nimblec.cuda.capture.cubin_cut import cut
-from nimblec.cuda.capture.cubin_reading import SHT_NOBITS, Section, entry_symbols
+from nimblec.cuda.capture.cubin_reading import entry_symbols
 from nimblec.cuda.capture.elf import UnfamiliarCubinError
 from nimblert.errors import PlanFormatError
 
@@ -235,45 +234,6 @@ def test_a_cubin_whose_segments_begin_where_others_end_is_cut() -> None:
     assert meaning(cut(cubin, {"delay"}), {"delay"}) == meaning(cubin, {"delay"})
     assert program_headers(cut(cubin, {"delay"}))
     assert entry_symbols(cut(cubin, set())) == set()
-
-
-PHOFF = 0x100
-SEGMENTS = [
-    (kind, flags, offset, 0, 0, nbytes, nbytes, 8)
-    for kind, flags, offset, nbytes in (
-        (elf.PT_LOAD, elf.PF_W, PHOFF, 0x1000),  # that of the program headers
-        (elf.PT_PHDR, 4, 0x200, 0x100),
-        (elf.PT_LOAD, 5, 0x200, 0x100),
-        (elf.PT_LOAD, elf.PF_W | 4, 0x300, 0x80),
-        (elf.PT_LOAD, 4, 0x300, 0x80),
-    )
-]
-PROGBITS, CODE = 1, elf.SHF_ALLOC | elf.SHF_EXECINSTR
-DATA = elf.SHF_ALLOC | elf.SHF_WRITE
-ALLOCATED: dict[str, tuple[int, int, int, int, int | None]] = {
-    "all of it": (PROGBITS, CODE, 0x200, 0x100, 2),
-    "the end": (PROGBITS, CODE, 0x2F0, 0x10, 2),
-    "beyond the end": (PROGBITS, CODE, 0x2F0, 0x11, None),
-    "before the beginning": (PROGBITS, CODE, 0x1FF, 0x10, None),
-    "written": (PROGBITS, DATA, 0x300, 0x80, 3),
-    "not written": (PROGBITS, elf.SHF_ALLOC, 0x300, 0x80, 4),
-    "written and beyond": (PROGBITS, DATA, 0x300, 0x81, None),
-    "no bytes in the file, at the end": (SHT_NOBITS, DATA, 0x380, 0x1000, 3),
-    "no bytes in the file, behind the end": (SHT_NOBITS, DATA, 0x381, 0x1000, None),
-    "with the program headers": (PROGBITS, DATA, 0x800, 0x10, None),
-}
-"""Of a section: type, flags, offset, bytes, and the segment that maps it."""
-
-
-@pytest.mark.parametrize("case", ALLOCATED)
-def test_cubin_segment_surrounds_section(case: str) -> None:
-    kind, flags, offset, nbytes, segment = ALLOCATED[case]
-    section = Section(0, kind, flags, 0, offset, nbytes, 0, 0, 8, 0)
-    if segment is not None:
-        assert elf._segment_of(section, SEGMENTS, PHOFF) == segment
-        return
-    with pytest.raises(UnfamiliarCubinError, match=rf"section at {offset:#x} is allocated by no program header"):
-        elf._segment_of(section, SEGMENTS, PHOFF)
 
 
 @any_cubin

@@ -43,6 +43,10 @@ def _earlier(**known: Collection[int]) -> EarlierMemory:
     return EarlierMemory([_Zone(RESIDENT), _Zone(DEVICE)], **known)  # type: ignore[list-item]
 
 
+def _relocator(**known: Collection[int]) -> Relocator:
+    return Relocator(Shift(FIRST, SHIFT), _earlier(**known), foreign.ForeignMemory())
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
@@ -76,16 +80,12 @@ def _pack(*words: int) -> bytes:
     return struct.pack(f"<{len(words)}Q", *words)
 
 
-def test_a_word_that_moved_with_an_allocation_points_to_it(relocator: Relocator) -> None:
-    found = relocator.relocate(_pack(FIRST[0], 7, FIRST[2] + 64), _pack(SECOND[0], 7, SECOND[2] + 64))
-    assert found.targets == ((0, Target(index=0, offset=0)), (16, Target(index=2, offset=64)))
+@pytest.mark.parametrize("offset", [64, -4096, 1 << 20])
+def test_relocation_finds_word_that_moved(relocator: Relocator, offset: int) -> None:
+    """By how far it moved: a pointer with a bias may be anywhere."""
+    found = relocator.relocate(_pack(FIRST[0], 7, FIRST[2] + offset), _pack(SECOND[0], 7, SECOND[2] + offset))
+    assert found.targets == ((0, Target(index=0, offset=0)), (16, Target(index=2, offset=offset)))
     assert found.params == _pack(0, 7, 0)
-
-
-@pytest.mark.parametrize("bias", [-4096, 1 << 20])
-def test_a_biased_pointer_is_named_by_how_far_it_moved(relocator: Relocator, bias: int) -> None:
-    found = relocator.relocate(_pack(FIRST[1] + bias), _pack(SECOND[1] + bias))
-    assert found.targets == ((0, Target(index=1, offset=bias)),)
 
 
 def test_padding_loses_only_the_bytes_that_differ(relocator: Relocator) -> None:
@@ -115,14 +115,14 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
 
 
 def test_relocation_ignores_other_zone(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(), foreign.ForeignMemory())
+    relocator = _relocator()
     words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
     assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
     assert not asked
 
 
 def test_relocation_ignores_other_weight(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+    relocator = _relocator(others={DEVICE})
     words = _pack(DEVICE + 8)
     assert relocator.relocate(words, words, declared=()) == RelocatedParams(params=words, targets=())
     for declared in ({0}, None):
@@ -132,7 +132,7 @@ def test_relocation_ignores_other_weight(asked: list[int]) -> None:
 
 
 def test_relocation_counts_unowned_memory(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+    relocator = _relocator(others={DEVICE})
     found = relocator.relocate(_pack(RESIDENT + 8), _pack(RESIDENT + 8), declared=())
     assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
     assert not asked
@@ -174,7 +174,7 @@ def _kernel(params: bytes) -> KernelNode:
 
 
 def test_no_kernel_reads_what_the_recorder_keeps(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(moved={RESIDENT}), foreign.ForeignMemory())
+    relocator = _relocator(moved={RESIDENT})
     found = relocator.relocate(_pack(RESIDENT + 24, FIRST[0]), _pack(RESIDENT + 24, SECOND[0]))
     assert found.targets == ((8, Target(index=0, offset=0)),)
     assert found.params == _pack(RESIDENT + 24, 0)

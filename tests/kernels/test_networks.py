@@ -198,6 +198,11 @@ def _chosen(module: fx.GraphModule, selector: "Selector[Any, Any]") -> fx.GraphM
     return rewritten(module, lambda m: use_triton_kernels(m, selector))
 
 
+def _convnext(times: dict[str, int]) -> "tuple[Selector[Any, Any], fx.GraphModule]":
+    first, _, _ = _selector(times)
+    return first, _chosen(_network("ConvNeXt")[0], first)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_with_all_kernels_ours(name: str) -> None:
     module, x = _network(name)
@@ -330,8 +335,7 @@ def test_a_tiling_that_slows_its_neighbours_is_not_kept(name: str) -> None:
 def test_times_among_others_are_measured_once() -> None:
     """So a second compilation chooses the same tilings, and so does the second of a refittable one."""
     module, _ = _network("ConvNeXt")
-    first, _, _ = _selector(times := {})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext(times := {})
     kept: dict[str, int] = {}
     preferred = _preferred(chosen, first.contests, _Launches(next(iter(first.contests[-1].calls))), times=kept)
     assert preferred
@@ -344,18 +348,14 @@ def test_times_among_others_are_measured_once() -> None:
 
 
 def test_tilings_among_others_are_kept_where_none_is_faster() -> None:
-    module, _ = _network("ConvNeXt")
-    first, _, _ = _selector({})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext({})
     clock = _Launches("")
     assert _preferred(chosen, first.contests, clock) == {}
     assert len(clock.found) > 1
 
 
 def test_tilings_that_win_little_are_left() -> None:
-    module, _ = _network("ConvNeXt")
-    first, _, _ = _selector({})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext({})
     named = Counter(next(iter(contest.calls)) for contest in first.contests)
     slow = next(name for name, count in named.items() if count == 1)
     quick = _Launches(slow)

@@ -3,10 +3,11 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,32 +350,29 @@ def test_host_arrays_of_other_libraries_are_taken(model: Executable) -> None:
         model(torch.from_numpy(x).bfloat16())
 
 
-def test_a_tensor_without_memory_is_refused_in_one_line(model: Executable) -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(InputError, match=r"it does not come by DLPack: [^\n]*$"):
-        model(torch.empty(4, 8, device="meta"))
-
-
-def test_an_array_whose_library_names_no_device_is_refused(model: Executable) -> None:
+def unsharded() -> None:
     """As JAX for an array on several devices."""
-
-    def refuse() -> None:
-        raise BufferError("__dlpack__ only supported for unsharded arrays.")
-
-    with pytest.raises(InputError, match=r"^input 'x': it does not come by DLPack: __dlpack__ only supported for un"):
-        model(SimpleNamespace(__dlpack_device__=refuse))
+    raise BufferError("__dlpack__ only supported for unsharded arrays.")
 
 
-def test_arrays_on_a_gpu_are_refused_by_a_cpu_plan(model: Executable) -> None:
-    class OnGpu:
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return 2, 3
-
-    with pytest.raises(InputError) as caught:
-        model(OnGpu())
-    assert str(caught.value) == (
-        "input 'x': is on GPU 3, the plan runs on the CPU: give a copy on the host, .cpu() or .get()"
-    )
+@pytest.mark.parametrize(
+    ("array", "sentence"),
+    [
+        (lambda: pytest.importorskip("torch").empty(4, 8, device="meta"), r"it does not come by DLPack: [^\n]*"),
+        (
+            lambda: SimpleNamespace(__dlpack_device__=unsharded),
+            r"it does not come by DLPack: __dlpack__ only supported for un.*",
+        ),
+        (
+            lambda: SimpleNamespace(__dlpack_device__=lambda: (2, 3)),
+            r"is on GPU 3, the plan runs on the CPU: give a copy on the host, \.cpu\(\) or \.get\(\)",
+        ),
+    ],
+    ids=["no memory", "no device", "on a GPU"],
+)
+def test_cpu_plan_refuses_array(model: Executable, array: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=rf"^input 'x': {sentence}$"):
+        model(array())
 
 
 def test_what_is_bound_is_read_and_written_where_it_is(model: Executable) -> None:

@@ -46,15 +46,6 @@ def arrays(seed: int, rows: tuple[int, int] = (3, 1)) -> dict[str, np.ndarray]:
     return {"x": x, "i": np.array(rows, np.int64)}
 
 
-def test_outputs_of_earlier_calls_stay(model: Executable) -> None:
-    first = model.run(arrays(1))["y"]
-    kept = first.copy()
-    second = model.run(arrays(2))["y"]
-    assert not np.array_equal(first, second)
-    assert np.array_equal(first, kept)
-    assert first.flags.owndata
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
