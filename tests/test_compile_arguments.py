@@ -141,8 +141,7 @@ def _two_steps(folder: Path) -> Path:
 
 @pytest.mark.parametrize("given", [onnx.load(DIGITS), DIGITS.read_bytes(), bytearray(DIGITS.read_bytes()), DIGITS])
 def test_an_onnx_model_may_be_in_memory(given: Any) -> None:
-    plan = nimblec.compile(given, target="cpu")
-    with executable.load(plan) as model:
+    with executable.load(nimblec.compile(given, target="cpu")) as model:
         digit = model.run({"image": np.load(DIGITS.with_name("digit_7.npy"))})["digit"]
     assert digit.tolist() == [7]
 

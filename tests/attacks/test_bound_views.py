@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from hostile_plans import refusal
-from programs import bare
+from programs import bare, planned
 
 import nimblert
 from nimblert.errors import InputError
-from nimblert.plan import Memcpy, Memset, Op, Plan, Pointer, Program, Region, Tensor
+from nimblert.plan import Memcpy, Memset, Plan, Pointer, Region, Tensor
 
 INPUT, OUTPUT = (Pointer(region=region) for region in (Region.INPUT, Region.OUTPUT))
 ALL = Pointer(region=Region.OUTPUT, index=1)
@@ -20,22 +20,10 @@ def two_rows(room: int, given: tuple[int, ...], taken: tuple[int, ...]) -> Plan:
         for name, strides, pointer in (("x", given, INPUT), ("y", taken, OUTPUT))
     )
     z = Tensor(name="z", dtype="float32", shape=(room // 4,), strides=(1,), pointer=ALL)
-    program = Program(
-        name="main",
-        inputs=(x,),
-        outputs=(y, z),
-        input_nbytes=(room,),
-        output_nbytes=(room, room),
-        arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source="test"),),
-        commands=(
-            Memset(stream=0, op=0, dst=OUTPUT, value=0x41, element_nbytes=1, count=room),
-            Memcpy(stream=0, op=0, dst=ALL, src=INPUT, nbytes=room),
-        ),
-    )
-    return bare(program)
+    fill = Memset(stream=0, op=0, dst=OUTPUT, value=0x41, element_nbytes=1, count=room)
+    copy = Memcpy(stream=0, op=0, dst=ALL, src=INPUT, nbytes=room)
+    nbytes = {"input_nbytes": (room,), "output_nbytes": (room, room), "arena_nbytes": 0}
+    return bare(planned(fill, copy, inputs=(x,), outputs=(y, z), **nbytes))
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hostile_plans import over_its_operand, with_program
-from programs import bare
+from programs import bare, planned
 
 import nimblert
 from nimblert.errors import PlanInvalidError
-from nimblert.plan import Memcpy, Op, Plan, Pointer, Program, Region, Tensor, Weight
+from nimblert.plan import Memcpy, Plan, Pointer, Region, Tensor, Weight
 
 NBYTES = 16
 INPUT, ARENA, STATE = (Pointer(region=region) for region in (Region.INPUT, Region.ARENA, Region.STATE))
@@ -22,19 +22,16 @@ def tensor(name: str, pointer: Pointer) -> Tensor:
 
 def copying(*steps: tuple[Pointer, Pointer], outputs: tuple[Pointer, ...] = (Y, Z)) -> Plan:
     """Return a plan that copies from one pointer to the other in each step."""
-    program = Program(
-        name="main",
-        inputs=(tensor("x", INPUT),),
-        outputs=tuple(tensor(name, pointer) for name, pointer in zip("yz", outputs, strict=False)),
-        input_nbytes=(NBYTES,),
-        output_nbytes=(NBYTES, NBYTES),
-        arena_nbytes=NBYTES,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source="test"),),
-        commands=tuple(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=NBYTES) for src, dst in steps),
+    return bare(
+        planned(
+            *(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=NBYTES) for src, dst in steps),
+            inputs=(tensor("x", INPUT),),
+            outputs=tuple(tensor(name, pointer) for name, pointer in zip("yz", outputs, strict=False)),
+            input_nbytes=(NBYTES,),
+            output_nbytes=(NBYTES, NBYTES),
+            arena_nbytes=NBYTES,
+        )
     )
-    return bare(program)
 
 
 def unnamed_state() -> Plan:
@@ -61,11 +58,11 @@ def in_place() -> Plan:
 LEAKS = {
     "an output that is read before it is written": (
         copying((Z, Y), (INPUT, Z)),
-        r"^commands\[0\] \(memcpy of copy 'test'\): reads output 1 bytes 0 to 16, which nobody wrote$",
+        r"^commands\[0\] \(memcpy of aten.add.Tensor 'layer.1'\): reads output 1 bytes 0 to 16, which nobody wrote$",
     ),
     "an arena that is read before it is written": (
         copying((ARENA, Y), (INPUT, ARENA), (INPUT, Z)),
-        r"^commands\[0\] \(memcpy of copy 'test'\): reads arena bytes 0 to 16, which nobody wrote$",
+        r"^commands\[0\] \(memcpy of aten.add.Tensor 'layer.1'\): reads arena bytes 0 to 16, which nobody wrote$",
     ),
     "a sum that is kept in place": (
         in_place(),

@@ -17,8 +17,7 @@ from nimblec.plan.plan_cache import PlanCache
 
 
 def swap_records(plan: Path, record: Path) -> None:
-    found = json.loads(record.read_text())
-    record.write_text(json.dumps(found | {"sha256": "0" * 64}))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": "0" * 64}))
     assert plan.exists()
 
 

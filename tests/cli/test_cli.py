@@ -114,20 +114,18 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
-    done = nimblec(*args)
-    assert done.status == 0
-    assert all(f"\n  {command} " in done.out for command in ("compile", "run", "bench", "inspect", "verify"))
+    out = nimblec.prints(*args)
+    assert all(f"\n  {command} " in out for command in ("compile", "run", "bench", "inspect", "verify"))
     statuses = f"0 on success; 2 on an error, which is one sentence on standard error; {INTERRUPTED} after Ctrl-C."
-    assert f"Exit status: {statuses}" in " ".join(done.out.split())
+    assert f"Exit status: {statuses}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", ["compile", "run", "bench", "inspect", "verify"])
 def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, command: str) -> None:
-    done = nimblec(command, "--help")
-    assert done.status == 0
-    assert f"\n    nimblec {command} " in done.out
-    assert "--debug" in done.out
-    assert max(map(len, done.out.splitlines())) <= 100
+    out = nimblec.prints(command, "--help")
+    assert f"\n    nimblec {command} " in out
+    assert "--debug" in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def test_reproducible_builds_are_equal_and_hold_no_times(nimblec: CommandLine, t
     """Durations of commands are in every other plan, and no two of these are equal."""
     built = []
     for name in ("one.plan", "two.plan"):
-        done = nimblec("compile", DIGITS, "-o", tmp_path / name, "--target", "cpu", "--reproducible", "--no-plan-cache")
-        assert done.status == 0
+        nimblec.prints("compile", DIGITS, "-o", tmp_path / name, "--target", "cpu", "--reproducible", "--no-plan-cache")
         built.append((tmp_path / name).read_bytes())
     assert built[0] == built[1]
     assert "No durations in the plan" in nimblec("inspect", tmp_path / "one.plan", "--timeline").out
@@ -93,12 +92,11 @@ def test_an_input_that_the_model_has_not_is_refused(nimblec: CommandLine, tmp_pa
 
 @pytest.mark.parametrize("digit", [0, 3, 7, 9])
 def test_run_reads_the_digit(nimblec: CommandLine, digits: Path, digit: int) -> None:
-    done = nimblec("run", digits, "--input", f"image={ROOT / 'samples' / f'digit_{digit}.npy'}")
-    assert done.status == 0, done.err
-    (line,) = [line for line in done.out.splitlines() if line.startswith(" digit ")]
+    out = nimblec.prints("run", digits, "--input", f"image={ROOT / 'samples' / f'digit_{digit}.npy'}")
+    (line,) = [line for line in out.splitlines() if line.startswith(" digit ")]
     assert line.split()[1:3] == ["int64", "1"]
     assert line.rstrip().endswith(f"[{digit}]")
-    assert "drawn" not in done.out
+    assert "drawn" not in out
 
 
 def test_the_same_seed_draws_the_same_run(nimblec: CommandLine, digits: Path) -> None:
@@ -109,8 +107,7 @@ def test_the_same_seed_draws_the_same_run(nimblec: CommandLine, digits: Path) ->
 
 
 def test_run_writes_its_outputs(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
-    done = nimblec("run", digits, "--output-dir", tmp_path / "new")
-    assert done.status == 0, done.err
+    nimblec.prints("run", digits, "--output-dir", tmp_path / "new")
     probabilities = np.load(tmp_path / "new" / "probabilities.npy")
     assert (probabilities.shape, probabilities.dtype) == ((1, 10), np.float32)
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
@@ -213,10 +210,9 @@ def test_inspect_prints_what_describe_says_as_json(nimblec: CommandLine, cuda: P
 
 
 def test_inspect_shows_every_part(nimblec: CommandLine, cuda: Path) -> None:
-    done = nimblec("inspect", cuda)
-    assert done.status == 0, done.err
+    out = nimblec.prints("inspect", cuda)
     for words in ("NVIDIA H200", "_Z5scalePfS_S_i", "triton", "float32 4x4", "arena", "Weights", "13.0"):
-        assert words in done.out
+        assert words in out
 
 
 def test_inspect_shows_why_the_schedule_is_what_it_is(nimblec: CommandLine, cuda: Path) -> None:
@@ -231,11 +227,10 @@ def test_inspect_shows_why_the_schedule_is_what_it_is(nimblec: CommandLine, cuda
 
 
 def test_inspect_draws_the_timeline(nimblec: CommandLine, cuda: Path) -> None:
-    done = nimblec("inspect", cuda, "--timeline")
-    assert done.status == 0, done.err
-    assert "Program 'main': timeline" in done.out
-    assert "stream 1 ...." in done.out
-    assert "Kernels" not in done.out
+    out = nimblec.prints("inspect", cuda, "--timeline")
+    assert "Program 'main': timeline" in out
+    assert "stream 1 ...." in out
+    assert "Kernels" not in out
 
 
 def test_inspect_writes_the_trace_and_the_graph(nimblec: CommandLine, cuda: Path, tmp_path: Path) -> None:
@@ -273,9 +268,8 @@ def lines(out: str) -> dict[str, str]:
 
 
 def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> None:
-    done = nimblec("verify", digits)
-    assert done.status == 0, done.err
-    assert lines(done.out) == {
+    out = nimblec.prints("verify", digits)
+    assert lines(out) == {
         "format": "ok",
         "rules": "ok",
         "hazards": "ok",
@@ -283,7 +277,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
         "symbols": "skipped",
         "golden": "ok",
     }
-    assert "output 'digit': bit-exact" in done.out
+    assert "output 'digit': bit-exact" in out
 
 
 def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
@@ -345,6 +339,5 @@ def test_verify_finds_cubins_that_are_none(nimblec: CommandLine, cuda: Path) -> 
 def test_a_plan_without_a_record_is_not_run(nimblec: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "m.plan"
     encoder.write(cpu_plan(), path)
-    done = nimblec("verify", path)
-    assert done.status == 0, done.err
-    assert "skipped  golden: the plan holds no golden record" in done.out
+    out = nimblec.prints("verify", path)
+    assert "skipped  golden: the plan holds no golden record" in out

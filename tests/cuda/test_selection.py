@@ -29,7 +29,7 @@ class Quick(Selector):
     """Records variants named by their nanoseconds; those named otherwise fail. ``alive`` counts recordings, before."""
 
     def __init__(self, notes: Notes, level: int) -> None:
-        request: Any = SimpleNamespace(level=level, precision="keep")
+        request: Any = SimpleNamespace(level=level, options=SimpleNamespace(precision="keep"))
         given: Any = notes
         nothing: Any = None
         super().__init__(request, given, nothing, nothing)

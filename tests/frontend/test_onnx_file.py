@@ -252,8 +252,7 @@ def test_inputs_that_are_no_tensors(path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="input 's' is a sequence, expected a tensor"):
         model_file.inputs(model)
     maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, ()))
-    probabilities = helper.make_value_info("p", helper.make_sequence_type_proto(maps))
-    model.graph.output.append(probabilities)
+    model.graph.output.append(helper.make_value_info("p", helper.make_sequence_type_proto(maps)))
     with pytest.raises(UnsupportedModelError, match=r"output 'p' is a sequence of maps, .*: export it without ZipMap"):
         model_file.outputs(model)
 

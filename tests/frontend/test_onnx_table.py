@@ -71,8 +71,7 @@ def test_attributes_are_those_of_the_schema_with_its_defaults(pair: tuple[Operat
         assert parameter.optional or declared.required, name
         default = declared.default_value
         if default.name:
-            value = onnx.helper.get_attribute_value(default)
-            assert parameter.default == _plain(value), name
+            assert parameter.default == _plain(onnx.helper.get_attribute_value(default)), name
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=_label)

@@ -73,8 +73,7 @@ def test_packed_weights_are_the_weights(columns: int, depth: int) -> None:
     assert packed.shape == (ceil_div(columns, 32), ceil_div(depth, 16), 32, 16)
     assert torch.equal(unpack_rows(packed, columns, depth), weight)
     assert int(packed.count_nonzero()) == int(weight.count_nonzero()), "past the edges lie zeros"
-    tile = packed[0, 0][: min(32, columns), : min(16, depth)]
-    assert torch.equal(tile, weight[:32, :16])
+    assert torch.equal(packed[0, 0][: min(32, columns), : min(16, depth)], weight[:32, :16])
 
 
 def test_tilings_survive_an_ops_argument() -> None:

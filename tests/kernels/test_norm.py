@@ -128,13 +128,11 @@ def test_a_norm_in_half_precision_of_a_float32_model() -> None:
 def test_the_sum_is_dropped_where_nobody_reads_it() -> None:
     module, _ = _graph("post-norm")
     own = rewritten(module, _with_norms)
-    parts = [node.args[1] for node in own.graph.nodes if node.target is operator.getitem]
-    assert parts == [0, 0]
+    assert [node.args[1] for node in own.graph.nodes if node.target is operator.getitem] == [0, 0]
 
 
 def test_a_number_has_no_rows() -> None:
-    module = record(_rms_wide, torch.tensor(3.0))
-    assert not list(requests(module))
+    assert not list(requests(record(_rms_wide, torch.tensor(3.0))))
 
 
 @pytest.mark.parametrize("columns", [1, 48, 768, 1000, 4096, 8192])

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from cpu_plans import floats, plan_file, write_model
 from onnx import helper
-from programs import bare
+from programs import bare, planned
 
 import nimblert
 from nimblert import Executable
 from nimblert.errors import InputError
-from nimblert.plan import Memcpy, Op, Pointer, Program, Region, Tensor
+from nimblert.plan import Memcpy, Pointer, Region, Tensor
 
 SHAPE = (4, 8)
 node = helper.make_node
@@ -40,19 +40,9 @@ def test_an_empty_input_can_be_bound(strides: tuple[int, int]) -> None:
         Tensor(name=name, dtype="float32", shape=(4, 5), strides=strides, pointer=Pointer(region=region))
         for name, region in (("x", Region.INPUT), ("y", Region.OUTPUT))
     )
-    nbytes = source.span_nbytes
-    program = Program(
-        name="main",
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source=""),),
-        commands=(Memcpy(dst=target.pointer, src=source.pointer, nbytes=nbytes, stream=0, op=0),),
-        inputs=(source,),
-        outputs=(target,),
-        arena_nbytes=0,
-        input_nbytes=(nbytes,),
-        output_nbytes=(nbytes,),
-    )
+    copy = Memcpy(dst=target.pointer, src=source.pointer, nbytes=source.span_nbytes, stream=0, op=0)
+    nbytes = {"input_nbytes": (copy.nbytes,), "output_nbytes": (copy.nbytes,)}
+    program = planned(copy, inputs=(source,), outputs=(target,), **nbytes)
     with nimblert.load(bare(program)) as model:
         x = model.empty_input("x")
         assert x.strides == tuple(4 * stride for stride in strides)

@@ -8,6 +8,7 @@ import pytest
 from graphs import dataflow, graphs, schedules
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import planned
 
 from nimblec.base.ir import Graph
 from nimblec.plan.lower import lower
@@ -22,7 +23,6 @@ from nimblert.plan import (
     Launch,
     Memcpy,
     Memset,
-    Op,
     Pointer,
     Program,
     Record,
@@ -55,18 +55,7 @@ def launch(
 
 
 def program(*commands: Command, inputs: tuple[Tensor, ...] = ()) -> Program:
-    return Program(
-        name="main",
-        inputs=inputs,
-        outputs=(),
-        input_nbytes=(),
-        output_nbytes=(),
-        arena_nbytes=1024,
-        stream_count=4,
-        event_count=4,
-        ops=(Op(name="aten.add", source="layer.1"),),
-        commands=commands,
-    )
+    return planned(*commands, inputs=inputs, stream_count=4, event_count=4)
 
 
 def unordered(checked: Program) -> set[tuple[int, int, Region, int]]:
@@ -96,8 +85,8 @@ def test_a_pair_is_named_with_commands_ops_and_bytes() -> None:
     other = launch(1, writes=((at(Region.ARENA, 128), 64),))
     (sentence,) = hazards(program(other, writer, reader))
     assert sentence == (
-        "commands[1] (launch of aten.add 'layer.1') and commands[2] (launch of aten.add 'layer.1'): nothing "
-        "orders their accesses to arena bytes 64 to 72"
+        "commands[1] (launch of aten.add.Tensor 'layer.1') and commands[2] (launch of aten.add.Tensor 'layer.1'): "
+        "nothing orders their accesses to arena bytes 64 to 72"
     )
 
 
@@ -134,7 +123,7 @@ def test_arena_bytes_that_nobody_wrote_are_named() -> None:
     gap = Memset(stream=0, op=0, dst=at(Region.ARENA, 24), value=0, element_nbytes=1, count=16)
     reader = launch(0, reads=((at(Region.ARENA, 8), 24), (at(Region.WEIGHTS, 0), 8)))
     found = list(hazards(program(fill, gap, reader)))
-    sentence = "commands[2] (launch of aten.add 'layer.1'): reads arena bytes 16 to 24, which nobody wrote"
+    sentence = "commands[2] (launch of aten.add.Tensor 'layer.1'): reads arena bytes 16 to 24, which nobody wrote"
     assert found == [sentence]
     both = launch(0, reads=((at(Region.ARENA, 8), 24),), writes=((at(Region.ARENA, 16), 8),))
     assert list(hazards(program(fill, gap, both))) == []
@@ -152,8 +141,8 @@ def test_hazards_names_reads_of_unwritten_bytes_on_the_cpu() -> None:
     z = Tensor(name="z", dtype="float32", shape=(4,), strides=(1,), pointer=at(Region.OUTPUT, 0, 1))
     checked = replace(program(fill, in_place, copy), outputs=(y, z))
     assert list(hazards(checked, target=Target.CPU)) == [
-        "commands[1] (launch of aten.add 'layer.1'): reads arena bytes 16 to 24, which nobody wrote",
-        "commands[2] (memcpy of aten.add 'layer.1'): reads output 0 bytes 8 to 16, which nobody wrote",
+        "commands[1] (launch of aten.add.Tensor 'layer.1'): reads arena bytes 16 to 24, which nobody wrote",
+        "commands[2] (memcpy of aten.add.Tensor 'layer.1'): reads output 0 bytes 8 to 16, which nobody wrote",
         "output 'z': returns output 1 bytes 8 to 16, which nobody wrote",
     ]
     assert list(hazards(checked)) == []
@@ -264,8 +253,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_are_judged_in_time_and_named_by_a_hundred_sentences_at_most(name: str) -> None:
-    found = timed(program(*HOSTILE[name]()), 30)
-    assert 0 < len(found) <= 100
+    assert 0 < len(timed(program(*HOSTILE[name]()), 30)) <= 100
 
 
 def test_what_is_too_entangled_to_judge_is_refused_at_once() -> None:

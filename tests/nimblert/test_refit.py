@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from onnx import helper
 import nimblec
 import nimblert
 from nimblert import Executable
-from nimblert.cpu.backend import CpuBackend, CpuLoaded
 from nimblert.errors import InputError
 
 WIDTH = 64
@@ -123,17 +122,6 @@ def test_replay_and_contexts_see_the_new_weights(model: Executable) -> None:
         assert np.shares_memory(one._backends[one.program.name].inputs[0], memory)
 
 
-def test_sessions_over_other_weights_stay(plan: Path) -> None:
-    with nimblert.load(plan) as model:
-        loaded = model._loaded
-        assert isinstance(loaded, CpuLoaded)
-        before = dict(loaded.sessions._sessions)
-        model.refit({})
-        assert loaded.sessions._sessions == before
-        model.refit(weights(5))
-        assert not set(map(id, loaded.sessions._sessions.values())) & set(map(id, before.values()))
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -150,27 +138,6 @@ def test_bad_input_is_one_sentence_and_changes_nothing(model: Executable, given:
     with pytest.raises(InputError, match=sentence):
         model.refit({**weights(5), **given} if isinstance(given, dict) else given)
     assert np.array_equal(model.run(INPUTS)["y"], before)
-
-
-def test_a_refit_that_fails_midway_changes_nothing(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two contexts cannot be renewed."""
-    context = model.context()
-    before = model.run(INPUTS)["y"]
-    over: Callable[..., CpuBackend] = CpuBackend.over
-    calls: list[CpuBackend] = []
-
-    def failing(backend: CpuBackend, loaded: CpuLoaded) -> CpuBackend:
-        if calls:
-            raise InputError("no thread can be started")
-        calls.append(over(backend, loaded))
-        return calls[0]
-
-    monkeypatch.setattr(CpuBackend, "over", failing)
-    with pytest.raises(InputError, match="no thread"):
-        model.refit(weights(5))
-    assert not calls[0].inputs  # it is closed
-    for one in (model, context):
-        assert np.array_equal(one.run(INPUTS)["y"], before)
 
 
 def test_a_half_done_run_by_steps_refuses_a_refit(model: Executable) -> None:

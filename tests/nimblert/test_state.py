@@ -129,8 +129,7 @@ ASKING: list[Callable[[Any], object]] = [
 @pytest.mark.parametrize("ask", ASKING)
 def test_the_state_of_a_closed_context(loaded: Executable, ask: Callable[[Any], object]) -> None:
     with loaded.context() as context:
-        state = context.state
-        assert state["kept"].any()
+        assert context.state["kept"].any()
     with pytest.raises(InputError, match=r"^this context is closed: make another one$"):
         ask(context)
 

@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, counts, record, rewritten, run
+from rewriting import assert_same, checked, counts, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention as attention
 
@@ -172,9 +172,7 @@ def _stated(mask: Tensor, passes: Sequence[Callable[[fx.GraphModule], None]] = (
         expanded = mask.unsqueeze(0).expand(shape) if mask.dim() < 4 else mask[:, :, :, :keys]
         return _joined(attention(_heads(q), _heads(k), _heads(v), expanded, scale=0.3))
 
-    before = record(model, *inputs)
-    after = rewritten(before, *passes, canonicalize_masks)
-    assert_same(before, after, *inputs, rtol=1e-5)
+    after = checked(model, inputs, *passes, canonicalize_masks, rtol=1e-5)
     assert not counts(after).keys() & {"expand", "unsqueeze", "slice"}
     (call,) = (n for n in after.graph.nodes if FUSED in str(n.target))
     assert call.kwargs == {"scale": 0.3}
@@ -244,7 +242,5 @@ def test_layers_share_one_added_mask() -> None:
         return q
 
     inputs = [_heads(t).clone() for t in _inputs()]
-    before = record(model, *inputs)
-    after = rewritten(before, merge_equal_calls, canonicalize_masks)
+    after = checked(model, inputs, merge_equal_calls, canonicalize_masks, rtol=1e-5)
     assert sum(n.op == "get_attr" for n in after.graph.nodes) == 1
-    assert_same(before, after, *inputs, rtol=1e-5)

@@ -43,5 +43,4 @@ def test_without_an_order_nothing_changes() -> None:
 
 
 def test_a_walk_finds_its_start_and_ends_in_a_circle() -> None:
-    following = {1: [2, 3], 2: [4], 3: [4], 4: [2], 5: [1]}
-    assert reached(1, following.__getitem__) == {1, 2, 3, 4}
+    assert reached(1, {1: [2, 3], 2: [4], 3: [4], 4: [2], 5: [1]}.__getitem__) == {1, 2, 3, 4}

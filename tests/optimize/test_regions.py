@@ -12,7 +12,7 @@ from examples import examples
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, counts, family, record, rewritten
+from rewriting import assert_same, checked, counts, family, record, rewritten
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -272,8 +272,7 @@ def test_a_region_returns_no_view() -> None:
 
 def test_random_calls_and_products_are_not_fused() -> None:
     x = torch.randn(4, 4)
-    module = record(lambda x: torch.mm(torch.bernoulli(x.sigmoid()), x).relu(), x)
-    assert partition(module) == ()
+    assert partition(record(lambda x: torch.mm(torch.bernoulli(x.sigmoid()), x).relu(), x)) == ()
 
 
 def test_biases_go_to_the_kernel_that_follows() -> None:
@@ -301,10 +300,7 @@ def test_biases_are_added_behind_views() -> None:
         return y, torch.sigmoid(y)
 
     for model, added in ((seen, 1), (returned, 0)):
-        before = record(model, x)
-        after = rewritten(before, free_biases)
-        assert counts(after)["add"] == added
-        assert_same(before, after, x, rtol=1e-5)
+        assert counts(checked(model, x, free_biases, rtol=1e-5))["add"] == added
 
 
 def _inverted(x: Tensor, channels: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -330,12 +326,10 @@ def test_biases_go_through_the_next_convolution(dtype: torch.dtype) -> None:
         x = x + _inverted(x, 6, generator, dtype)
         return torch.sigmoid(x)
 
-    before = record(model, x)
-    after = rewritten(before, free_biases)
+    after = checked(model, x, free_biases, rtol=1e-12 if dtype is torch.float64 else 2e-2)
     assert all(n.args[2] is None for n in after.graph.nodes if n.target is torch.ops.aten.convolution.default)
     assert counts(after)["add"] == 1 + 6 + 2  # the residual; six by the activations; two in the residual's region
     assert len(partition(after)) == 7
-    assert_same(before, after, x, rtol=1e-12 if dtype is torch.float64 else 2e-2)
 
 
 def test_biases_go_into_grouped_and_fused_convolutions() -> None:
@@ -370,8 +364,7 @@ def test_biases_that_nothing_takes_stay(follow: Callable[[Tensor], Any]) -> None
     weight, bias = torch.ones(4, 4, 1, 1), torch.arange(4.0)
     before = record(lambda x: follow(torch.conv2d(x, weight, bias)), torch.zeros(1, 4, 8, 8))
     after = rewritten(before, free_biases)
-    first = next(n for n in after.graph.nodes if "conv" in str(n.target))
-    assert first.args[2] is not None
+    assert next(n for n in after.graph.nodes if "conv" in str(n.target)).args[2] is not None
 
 
 class _Seen(TorchDispatchMode):

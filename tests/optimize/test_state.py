@@ -68,8 +68,7 @@ def test_the_model_holds_its_state_by_name() -> None:
 
 
 def test_statistics_a_history_and_a_counter() -> None:
-    graph = check(stateful_models.Statistics(), drawn(4), STEPS)
-    assert "slice_scatter" not in counts(graph)
+    assert "slice_scatter" not in counts(check(stateful_models.Statistics(), drawn(4), STEPS))
 
 
 def test_what_is_read_after_it_was_overwritten_is_copied() -> None:

@@ -90,8 +90,7 @@ def test_resnet18_compiles_from_its_name_and_agrees_with_torch(nimblec: CommandL
     from samples.resnet import resnet18
 
     plan = tmp_path / "resnet18.plan"
-    done = nimblec("compile", "samples.resnet:resnet18", "-o", plan, "--target", "cpu")
-    assert done.status == 0, done.err
+    nimblec.prints("compile", "samples.resnet:resnet18", "-o", plan, "--target", "cpu")
     module, (image,) = resnet18()
     with torch.inference_mode():
         expected = module(image).numpy()

@@ -81,8 +81,7 @@ def test_only_the_latest_writer_of_each_byte_is_named() -> None:
 
 
 def test_readers_do_not_order_each_other() -> None:
-    model = dataflow((), (0,), (0,), (1, 2))
-    assert dependencies(model).predecessors == ((), (0,), (0,), (1, 2))
+    assert dependencies(dataflow((), (0,), (0,), (1, 2))).predecessors == ((), (0,), (0,), (1, 2))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(BufferKind.CONSTANT, ()), (BufferKind.STATE, (0,))])

@@ -69,8 +69,7 @@ def test_lower_bound_of_more_than_31_bits_is_rounded_down() -> None:
 
 
 def test_a_chain_needs_two_buffers() -> None:
-    schedule = serial(dependencies(CHAIN))
-    assert layout(CHAIN, schedule).arena_nbytes == 512
+    assert layout(CHAIN, serial(dependencies(CHAIN))).arena_nbytes == 512
 
 
 def test_buffers_of_concurrent_branches_share_nothing() -> None:
@@ -162,8 +161,7 @@ def test_arena_holds_unread_inputs() -> None:
     live = lifetimes(model, schedule)
     assert live.buffers == (0, 1)
     assert not live.precedes.any()
-    planned = layout(model, schedule)
-    assert sorted(planned.offsets) == [0, 256]
+    assert sorted(layout(model, schedule).offsets) == [0, 256]
 
 
 def test_memory_of_an_input_is_used_again_after_its_last_reader() -> None:

@@ -159,8 +159,7 @@ def test_recompute_leaves_small_source(source_nbytes: int, read_again: bool, run
     *rest, last = made.tasks[1:]
     last = replace(last, reads=(*last.reads, *[access(6, 0, source_nbytes)] * read_again))
     made = tagged(replace(made, buffers=(*made.buffers, source), tasks=(first, second, *rest, last)))
-    smaller = recomputed(made, 1950)
-    assert len(smaller.tasks) - len(made.tasks) == runs
+    assert len(recomputed(made, 1950).tasks) - len(made.tasks) == runs
 
 
 def test_a_kernel_that_runs_again_has_its_own_scratch_memory() -> None:

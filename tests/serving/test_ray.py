@@ -41,8 +41,7 @@ def test_it_says_where_it_is(shop: Shop, server: subprocess.Popen[bytes]) -> Non
 
 @pytest.mark.usefixtures("server")
 def test_the_example_of_the_document_reads_a_seven(shop: Shop) -> None:
-    example = command("tritonclient", "python")
-    (shop.folder / "example.py").write_text(example)
+    (shop.folder / "example.py").write_text(command("tritonclient", "python"))
     assert shop.run(".ray/bin/python example.py") == "[7]\n"
 
 
@@ -209,5 +208,4 @@ def test_a_replica_takes_a_gpu_where_the_plan_runs_on_one(shop: Shop) -> None:
 
 def test_replica_is_unhealthy_if_outputs_differ(shop: Shop) -> None:
     (shop.folder / "health.py").write_text(HEALTH)
-    found = shop.run(".ray/bin/python health.py digits.plan")
-    assert " is not what it was at load" in found
+    assert " is not what it was at load" in shop.run(".ray/bin/python health.py digits.plan")

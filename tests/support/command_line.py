@@ -32,6 +32,12 @@ class CommandLine:
         captured = self._capsys.readouterr()
         return Done(status=int(exit_info.value.code or 0), out=captured.out, err=captured.err)
 
+    def prints(self, *args: object) -> str:
+        """Run it, expect success, and give back its standard output."""
+        done = self(*args)
+        assert done.status == 0, done
+        return done.out
+
     def refused(self, *args: object) -> str:
         """Run it, expect a refusal, and give back its one sentence."""
         done = self(*args)

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from programs import bare
+from programs import bare, planned
 
 from nimblert.arrays.layouts import Gather, numpy_dtype
 from nimblert.cuda import driver, movers
@@ -18,11 +18,9 @@ from nimblert.plan import (
     Launch,
     Memcpy,
     Module,
-    Op,
     Parameter,
     Plan,
     Pointer,
-    Program,
     Region,
     Relocation,
     Target,
@@ -60,13 +58,9 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
     def tensor(name: str, place: Pointer) -> Tensor:
         return Tensor(name=name, dtype=dtype, shape=tuple(shape), strides=strides(shape, order), pointer=place)
 
-    commands = tuple(Memcpy(dst=dst, src=src, nbytes=nbytes, stream=0, op=0) for src, dst in pairwise(places) if nbytes)
-    program = Program(
-        name="main",
+    program = planned(
+        *(Memcpy(dst=dst, src=src, nbytes=nbytes, stream=0, op=0) for src, dst in pairwise(places) if nbytes),
         stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source=""),),
-        commands=commands,
         inputs=(tensor("x", places[0]),),
         outputs=(tensor("y", places[2]),),
         arena_nbytes=nbytes,

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
+from programs import bare
 
 from nimblec.base.options import InputSpec
 from nimblec.cpu.capture import capture
@@ -19,7 +20,7 @@ from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
-from nimblert.plan import Device, Plan, Target
+from nimblert.plan import Plan
 
 Value = tuple[str, int, Sequence[Any] | None]
 """Name, ONNX element type and shape of an input or output."""
@@ -62,18 +63,14 @@ def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | Non
     graph = capture(path, specs)
     schedule = (serial if streams == 1 else maximal)(dependencies(graph))
     memory = layout(graph, schedule)
-    return Plan(
-        producer="test",
-        versions=(),
-        target=Target.CPU,
-        device=Device(name="cpu"),
+    return bare(
+        lower(graph, schedule, memory),
         modules=graph.modules,
         kernels=graph.kernels,
         weights_nbytes=memory.weights_nbytes,
         weights=weights(graph, memory),
         state_nbytes=memory.state_nbytes,
         state=state(graph, memory),
-        programs=(lower(graph, schedule, memory),),
     )
 
 

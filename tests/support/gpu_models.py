@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from calling import Calling
 from torch import nn
 from torch.nn import functional
 
@@ -206,34 +207,19 @@ def _refused(head: nn.Module) -> Built:
     return Refused(head), (torch.randn(3, 4),)
 
 
-class _Item(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
-
-
 def item() -> Built:
     """A number on the device that the host reads."""
-    return _refused(_Item())
-
-
-class _Nonzero(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nonzero(x)
+    return _refused(Calling(lambda x: x * x.sum().item()))
 
 
 def nonzero() -> Built:
     """The size of the result depends on the data."""
-    return _refused(_Nonzero())
-
-
-class _Mask(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[x > 0]
+    return _refused(Calling(torch.nonzero))
 
 
 def mask() -> Built:
     """The size of the result depends on the data here, too."""
-    return _refused(_Mask())
+    return _refused(Calling(lambda x: x[x > 0]))
 
 
 class LazyTable(nn.Module):
@@ -350,24 +336,14 @@ def concatenating() -> Built:
     return module.to(memory_format=torch.channels_last), (torch.randn(1, 3, 24, 24).half(),)
 
 
-class _HostConstant(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-
-
 def host_constant() -> Built:
     """A copy from host memory at each run."""
-    return _refused(_HostConstant())
-
-
-class _ToHost(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.cpu() + 1
+    return _refused(Calling(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)))
 
 
 def to_host() -> Built:
     """A copy to host memory in the middle."""
-    return _refused(_ToHost())
+    return _refused(Calling(lambda x: x.cpu() + 1))
 
 
 def dropout() -> Built:

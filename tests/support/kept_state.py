@@ -3,9 +3,9 @@
 from functools import partial
 
 import plans
-from programs import bare
+from programs import bare, planned
 
-from nimblert.plan import Memcpy, Op, Plan, Pointer, Profile, Program, Region, Tensor
+from nimblert.plan import Memcpy, Plan, Pointer, Profile, Program, Region, Tensor
 
 
 def copying(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...], profile: Profile = ()) -> Program:
@@ -13,17 +13,13 @@ def copying(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...],
     nbytes = 4 * count
     tensor = partial(Tensor, dtype="float32", shape=(count,), strides=(1,))
     takes = any(source.region is Region.INPUT for _, source in copies)
-    return Program(
+    return planned(
+        *(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=nbytes) for dst, src in copies),
         name=entry + "".join(f"[{name}={size}]" for name, size in profile),
         inputs=(tensor(name="x", pointer=plans.pointer(Region.INPUT)),) if takes else (),
         outputs=(tensor(name="y", pointer=plans.pointer(Region.OUTPUT)),),
         input_nbytes=(nbytes,) if takes else (),
         output_nbytes=(nbytes,),
-        arena_nbytes=64 * count,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source=entry),),
-        commands=tuple(Memcpy(stream=0, op=0, dst=dst, src=src, nbytes=nbytes) for dst, src in copies),
         entry=entry,
         profile=profile,
     )

@@ -45,9 +45,9 @@ def work(
     )
 
 
-def planned(*commands: Command) -> Program:
-    """A program of these commands, with as many streams and events as they use."""
-    return Program(
+def planned(*commands: Command, **fields: Any) -> Program:
+    """A program of these commands, with as many streams and events as they use, and other ``fields``."""
+    made = Program(
         name="main",
         inputs=(),
         outputs=(),
@@ -59,3 +59,4 @@ def planned(*commands: Command) -> Program:
         ops=(Op(name="aten.add.Tensor", source="layer.1"),),
         commands=commands,
     )
+    return replace(made, **fields)

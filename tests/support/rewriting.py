@@ -100,6 +100,20 @@ def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, 
         assert float((wanted - got).abs().max()) <= allowed * max(float(wanted.abs().max()), 1e-30)
 
 
+def checked(
+    function: Callable[..., Any],
+    inputs: Tensor | Sequence[Tensor],
+    *passes: Callable[[fx.GraphModule], None],
+    rtol: float | None = None,
+) -> fx.GraphModule:
+    """The graph of a function after these passes, which gives the function's results."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    before = record(function, *inputs)
+    after = rewritten(before, *passes)
+    assert_same(before, after, *inputs, rtol=rtol)
+    return after
+
+
 def _order(tensor: Tensor) -> list[int]:
     """The strides of axes with more than one element."""
     return [stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if length != 1]

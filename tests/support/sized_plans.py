@@ -1,8 +1,8 @@
 """Plans of one program for each of several sizes."""
 
-from programs import bare
+from programs import bare, planned
 
-from nimblert.plan import Fit, Memcpy, Op, Plan, Pointer, Program, Region, Tensor
+from nimblert.plan import Fit, Memcpy, Plan, Pointer, Program, Region, Tensor
 
 
 def sized(*sizes: int, fit: Fit = Fit.SPLIT, sample_range: tuple[int, int] | None = None) -> Plan:
@@ -27,7 +27,11 @@ def _copying(rows: int, fit: Fit, sample_range: tuple[int, int] | None) -> Progr
         tuple(tensor(name, region, i, shape) for i, (name, shape) in enumerate(zip(names, shapes, strict=True)))
         for names, region in (("xw", Region.INPUT), ("yz", Region.OUTPUT))
     )
-    return Program(
+    return planned(
+        *(
+            Memcpy(stream=0, op=0, dst=given.pointer, src=taken.pointer, nbytes=nbytes)
+            for taken, given, nbytes in zip(inputs, outputs, sizes, strict=True)
+        ),
         name=f"main[rows={rows}]",
         entry="main",
         inputs=inputs,
@@ -35,13 +39,6 @@ def _copying(rows: int, fit: Fit, sample_range: tuple[int, int] | None) -> Progr
         input_nbytes=sizes,
         output_nbytes=sizes,
         arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source="test"),),
-        commands=tuple(
-            Memcpy(stream=0, op=0, dst=given.pointer, src=taken.pointer, nbytes=nbytes)
-            for taken, given, nbytes in zip(inputs, outputs, sizes, strict=True)
-        ),
         profile=(("rows", rows),),
         fits=(fit,),
     )

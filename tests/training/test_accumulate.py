@@ -72,8 +72,7 @@ def test_in_float64_it_is_what_pytorch_does(*, exported: bool) -> None:
     run = torch.export.export(module, (x.double(), y), strict=False).module() if exported else module
     for seed in range(2 * CALLS + 1):
         x, y = batch(seed)
-        found = float(run(x.double(), y)["loss"])
-        assert found == pytest.approx(eager(x.double(), y), rel=1e-12)
+        assert float(run(x.double(), y)["loss"]) == pytest.approx(eager(x.double(), y), rel=1e-12)
     state = run.state_dict()
     for name, tensor in eager.model.state_dict().items():
         assert torch.allclose(state[f"model.{name}"], tensor, rtol=1e-9, atol=1e-12), name

@@ -117,8 +117,7 @@ def test_a_plan_trains_what_eager_trains(
             value = exe.state[name] if name in exe.state else begun[name]
             assert np.allclose(value, wanted, rtol=1e-3, atol=1e-5), name
         continued, other = make(), batch(STEPS)
-        goes_on = make_optimizer(continued)
-        nimblec.load_state(continued, exe.state, goes_on)
+        nimblec.load_state(continued, exe.state, make_optimizer(continued))
         assert np.allclose(exe(other[0].numpy(), entry="evaluate"), continued.eval()(other[0]).detach(), atol=1e-4)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert all(np.array_equal(held(continued)[f"model.{name}"], begun[f"model.{name}"]) for name in frozen)

@@ -414,8 +414,7 @@ def test_what_a_model_keeps_for_others_to_see_stays_its_own() -> None:
         kept = model(x) if called else None
         training = nimblec.training_step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (x, y))
         assert model.seen is kept
-        plan = nimblec.compile(training, target="cpu", plan_cache=None)
-        with nimblert.load(plan) as exe:
+        with nimblert.load(nimblec.compile(training, target="cpu", plan_cache=None)) as exe:
             expected = nn.functional.mse_loss(model(x), y).item()
             assert exe(x.numpy(), y.numpy(), entry="train") == pytest.approx(expected, rel=1e-5)
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from cpu_plans import floats, write_model
 from onnx import helper
+from programs import planned
 
 import nimblec
 import nimblert
 from nimblert.check import verify
 from nimblert.errors import PlanInvalidError
-from nimblert.plan import Access, Launch, Memcpy, Memset, Op, Plan, Pointer, Program, Region, Role, Tensor
+from nimblert.plan import Access, Launch, Memcpy, Memset, Plan, Pointer, Program, Region, Role, Tensor
 from nimblert.plan.records import Limits
 
 N = 32
@@ -39,26 +40,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def making(weight: Tensor) -> Program:
     """A refit that copies its input to where a weight lies."""
     start = Pointer(region=Region.INPUT, index=0, offset=0)
-    return Program(
-        name="second",
-        inputs=(replace(weight, pointer=start),),
-        outputs=(),
-        input_nbytes=(NBYTES,),
-        output_nbytes=(),
-        arena_nbytes=0,
-        stream_count=1,
-        event_count=0,
-        ops=(Op(name="copy", source=""),),
-        commands=(Memcpy(stream=0, op=0, dst=weight.pointer, src=start, nbytes=NBYTES),),
-        role=Role.REFIT,
-    )
+    copy = Memcpy(stream=0, op=0, dst=weight.pointer, src=start, nbytes=NBYTES)
+    inputs = (replace(weight, pointer=start),)
+    return planned(copy, name="second", inputs=inputs, input_nbytes=(NBYTES,), arena_nbytes=0, role=Role.REFIT)
 
 
 def test_a_sound_plan_has_no_problems_and_is_refitted(plan: Plan) -> None:
     assert not list(verify.problems(plan))
     with nimblert.load(plan) as model:
-        zero = np.zeros((N, N), np.float32)
-        model.refit({"v": zero})
+        model.refit({"v": np.zeros((N, N), np.float32)})
         assert not model(np.ones((4, N), np.float32)).any()
 
 
