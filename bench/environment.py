@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,12 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps({"environment": describe(), **figures}, indent=1, sort_keys=True) + "\n")
 
 
-def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write what became of each case on a line of its own, with what all were run on, as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(result) for result in results)
-    path.write_text(f'{{"environment": {json.dumps(describe())},\n"results": [\n{lines}\n]}}\n')
+def report(facts: dict[str, Any], path: Path | None) -> None:
+    """Print facts as JSON, and write them to a file."""
+    text = json.dumps(facts, indent=2)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")
 
 
 def shared_provenance(files: Mapping[str, Mapping[str, Any]]) -> str:

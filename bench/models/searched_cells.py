@@ -49,14 +49,6 @@ def _dilated(size: int) -> Callable[[int, int], nn.Module]:
     return lambda channels, stride: _rectified(_depthwise(channels, size, stride, 2), _pointwise(channels, channels))
 
 
-def _flat(channels: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False)
-
-
-def _tall(channels: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, channels, (7, 1), (stride, 1), (3, 0), bias=False)
-
-
 OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "avg_pool_3x3": lambda _, stride: nn.AvgPool2d(3, stride, 1, count_include_pad=False),
     "max_pool_3x3": lambda _, stride: nn.MaxPool2d(3, stride, 1),
@@ -65,10 +57,10 @@ OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "sep_conv_5x5": _separable(5),
     "sep_conv_7x7": _separable(7),
     "dil_conv_3x3": _dilated(3),
-    "conv_1x7_7x1": lambda channels, stride: nn.Sequential(
-        _rectified(_flat(channels, stride)), _rectified(_tall(channels, stride))
+    "conv_1x7_then_7x1": lambda channels, stride: _rectified(
+        nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False),
+        nn.Conv2d(channels, channels, (7, 1), (stride, 1), (3, 0), bias=False),
     ),
-    "conv_1x7_then_7x1": lambda channels, stride: _rectified(_flat(channels, stride), _tall(channels, stride)),
 }
 """Each takes channels and a stride, and returns a module with as many output channels.
 

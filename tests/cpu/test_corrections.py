@@ -5,9 +5,9 @@ import onnx.parser
 import onnxruntime
 import pytest
 from onnx import ModelProto, numpy_helper
+from onnx_cases import cases
+from onnx_conformance import run_case
 
-from bench.onnx_cases import cases
-from bench.onnx_coverage import run_case
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import corrections
 
