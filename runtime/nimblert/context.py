@@ -158,32 +158,26 @@ class _Runs(_Interface):
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
         is_usual = not out and not reuse_outputs and stream is None
-        if is_usual:
-            with self._lock, self._in_arena():
-                self._check_idle()
-                known = self._known[signature.name].find(arrays)
-                if known is not None:
-                    self._last, self._parts = known.program, 1
-                    return known.run(*known.args)
         bindings = self._bindings[signature.name]
-        working = self._working
-        changes, handle = bindings.changes, working.stream_handle(stream)
-        take = partial(working.take, stream=handle)
-        checked = signature.check(bindings.complete(arrays, take), take)
-        served = signature.serve(checked)
-        program = served.last.program
-        bindings.check_program(served.exact)
-        taken = checked_out(served.outputs, out, take) if out else {}
         with self._lock, self._in_arena():
             self._check_idle()
-            bindings.check_unchanged(changes)
+            known = self._known[signature.name].find(arrays) if is_usual else None
+            if known is not None:
+                self._last, self._parts = known.program, 1
+                return known.run(*known.args)
+            handle = self._working.stream_handle(stream)
+            take = partial(self._working.take, stream=handle)
+            checked = signature.check(bindings.complete(arrays, take), take)
+            served = signature.serve(checked)
+            bindings.check_program(served.exact)
+            taken = checked_out(served.outputs, out, take) if out else {}
             if taken or served.count > 1:
                 check_parts(served, checked, taken, self._backends)
-            self._last, self._parts = program, served.count
+            self._last, self._parts = served.last.program, served.count
             if served.count > 1:
                 results = run_parts(served, checked, taken, self._backends, stream=handle)
             else:
-                prepared = self._backends[program.name].prepare(checked, served.last.shapes)
+                prepared = self._backends[self._last.name].prepare(checked, served.last.shapes)
                 if is_usual and bindings.program is None:
                     self._known[signature.name].add(arrays, prepared)
                     results = prepared.run(checked)
@@ -371,11 +365,9 @@ class Context(_Runs):
         which takes its time. Raises InputError.
         """
         bindings = self._bindings[self._signatures[entry].name]
-        changes = bindings.changes
-        binding = bindings.check(name, array, self._working.take)
         with self._lock:
             self._check_idle()
-            bindings.check_unchanged(changes)
+            binding = bindings.check(name, array, self._working.take)
             self._forget()
             bindings.bind(binding, array, self._backends[binding.program.name])
             self._last, self._parts = binding.program, 1

@@ -11,7 +11,6 @@ from programs import bare
 
 import nimblert
 from nimblert import Executable
-from nimblert.calls.binding import Bindings
 from nimblert.errors import InputError
 from nimblert.plan import Memcpy, Op, Pointer, Program, Region, Tensor
 
@@ -227,22 +226,3 @@ def test_an_output_may_be_written_over_a_bound_input(model: Executable) -> None:
         assert all(np.array_equal(results[name], expected[name]) for name in "yzs")
         if not given:
             model.bind("x", None)
-
-
-def test_a_call_that_meets_a_new_binding_is_refused(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arrays were checked against what was bound before."""
-    x, other = drawn(0), drawn(1)
-    check_unchanged = Bindings.check_unchanged
-
-    def bound_meanwhile(bindings: Bindings, changes: int) -> None:
-        bindings.changes += 1  # as a bind does between the check and the lock
-        check_unchanged(bindings, changes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Bindings, "check_unchanged", bound_meanwhile)
-        for out in ({}, {"y": np.zeros(SHAPE, np.float32)}):
-            with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
-                model.run({"x": x}, out=out)
-        with pytest.raises(InputError, match="an array was bound or given back while this call began: call again"):
-            model.bind("x", other)
-    assert np.array_equal(model(x)[0], np.maximum(x, 0))

@@ -44,8 +44,6 @@ class Bindings:
 
     def __init__(self, signature: Signature) -> None:
         self.program: Program | None = None
-        self.changes = 0
-        """The number of times that a binding was made or ended."""
         self._signature = signature
         self._bound: dict[str, _Bound] = {}
 
@@ -100,7 +98,6 @@ class Bindings:
             bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
         backend.bind(tensor, array)
         self._bound = bound
-        self.changes += 1
         self.program = program if bound else None
 
     def complete(self, arrays: Mapping[str, Any], take: Take) -> Mapping[str, Any]:
@@ -140,10 +137,6 @@ class Bindings:
             if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
-    def check_unchanged(self, changes: int) -> None:
-        """Raise InputError where there have been further ``changes``."""
-        if self.changes != changes:
-            raise InputError("an array was bound or given back while this call began: call again")
 
 
 def owned(where: str, value: Any, array: Array) -> Array:
