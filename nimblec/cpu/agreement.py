@@ -88,7 +88,11 @@ def optimize_agreeing(
 
     def attempt(without: Collection[str], *, approximate: bool = False) -> Agreed[T]:
         rewriting = Rewriting(without=frozenset(without), approximate=approximate)
-        optimized = optimize(model.proto, model.folder, scratch, rewriting)
+        try:
+            optimized = optimize(model.proto, model.folder, scratch, rewriting)
+        except OptimizerError as exc:
+            seen.update(dict.fromkeys(exc.suspects))
+            raise
         seen.update(dict.fromkeys(optimized.rewrites))
         built = build(model, optimized)
         outputs, error = comparison.compare(optimized, is_approximate=approximate)
@@ -104,8 +108,6 @@ def optimize_agreeing(
     try:
         agreed = attempt(without)
     except CompileError as exc:
-        if isinstance(exc, OptimizerError):
-            seen.update(dict.fromkeys(exc.suspects))
         agreed = _without_faults(attempt, seen, exc)
     if approximate:
         exact, agreed = agreed, attempt(agreed.rewriting.without, approximate=True)

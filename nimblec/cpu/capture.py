@@ -8,6 +8,7 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
@@ -94,7 +95,7 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
 
 def graph_of(
     optimized: OptimizedModel,
-    sample_ranges: Mapping[str, tuple[int, int]] | None = None,
+    sample_ranges: values.Ranges = MappingProxyType({}),
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
@@ -105,9 +106,9 @@ def graph_of(
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, weights, state, sources or {})
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
-        builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
+        builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
 
 
@@ -155,6 +156,7 @@ class _Builder:
     def __init__(
         self,
         optimized: OptimizedModel,
+        sample_ranges: values.Ranges,
         weights: Collection[str],
         state: Sequence[ModelState],
         sources: Mapping[str, str],
@@ -165,7 +167,7 @@ class _Builder:
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._types = values.infer(optimized, model_file.inputs(model))
+        self._types = values.infer(optimized, model_file.inputs(model), sample_ranges)
         kept = {tensor.output for tensor in state}
         self._returned = [value.name for value in model.graph.output if value.name not in kept]
         self._state = {tensor.input: tensor for tensor in state}

@@ -12,7 +12,7 @@ from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import refusal
 from nimblec.cpu.ort_worker import RefusedError
-from nimblec.cpu.values import check_sizes, static_shape, with_outputs
+from nimblec.cpu.values import Ranges, check_sizes, static_shape, with_outputs
 from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.onnx_import.model_file import ModelTensor
@@ -21,7 +21,6 @@ from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Profile
 
 Arrays = Mapping[str, np.ndarray]
-Ranges = Mapping[str, tuple[int, int]]
 
 SEED = 0
 """Of the inputs of golden records."""

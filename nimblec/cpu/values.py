@@ -27,13 +27,18 @@ from nimblert.plan import ITEM_NBYTES
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
 """Operators whose output sizes depend on values by definition."""
 
+Ranges = Mapping[str, tuple[int, int]]
+
 _MOST_NBYTES = 1 << 47
 
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
-def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
-    """The type of every node output of the main graph, and of its inputs, by name."""
+def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> dict[str, TensorType]:
+    """The type of every node output of the main graph, and of its inputs, by name.
+
+    ``ranges`` bound the integers of inputs where the model has to run.
+    """
     model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=static_shape(tensor)) for tensor in inputs}
     check_sizes(types)
@@ -58,7 +63,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
         ):
             raise _sized_by_value(makers[name], name)
     if unknown:
-        shapes |= _observe(exposed, optimized.folder, inputs, unknown, makers)
+        shapes |= _observe(exposed, optimized.folder, [_draw(inputs, ranges, n) for n in range(2)], unknown, makers)
     types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
     check_sizes(types)
     return types
@@ -198,10 +203,9 @@ def static_shape(tensor: ModelTensor) -> tuple[int, ...]:
 
 
 def _observe(
-    model: bytes, folder: Path, inputs: Sequence[ModelTensor], names: Sequence[str], makers: Mapping[str, NodeProto]
+    model: bytes, folder: Path, feeds: Sequence[Feed], names: Sequence[str], makers: Mapping[str, NodeProto]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes that two runs on different inputs agree on."""
-    feeds = [_draw(inputs, seed) for seed in range(2)]
     _, results = ort_process.run(model, folder=str(folder), names=names, feeds=feeds)
     seen: list[list[list[int]]] = []
     for result in results:
@@ -218,13 +222,17 @@ def _observe(
     return {name: tuple(shape) for name, shape in zip(names, seen[0], strict=True)}
 
 
-def _draw(inputs: Sequence[ModelTensor], seed: int) -> Feed:
-    """Inputs to observe with: normal floats, integers that are all 0 in one run and 1 in the other."""
+def _draw(inputs: Sequence[ModelTensor], ranges: Ranges, seed: int) -> Feed:
+    """Inputs to observe with: normal floats, integers at the lower end of their range (seed 0) or the upper (1).
+
+    Bools, and integers without a range, are 0 or 1.
+    """
     random = np.random.default_rng(seed)
     drawn = {}
     for tensor in inputs:
         dtype, shape = numpy_dtype(tensor.dtype), static_shape(tensor)
-        values = np.full(shape, seed) if dtype.kind in "biu" else random.standard_normal(shape)
+        ends = ranges.get(tensor.name, (0, 1))
+        values = np.full(shape, ends[seed]) if dtype.kind in "biu" else random.standard_normal(shape)
         drawn[tensor.name] = np.asarray(values).astype(dtype)
     return drawn
 
