@@ -25,15 +25,17 @@ from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state_check import refuse_differing_steps
 from nimblec.cpu.timing import CpuTimer
 from nimblec.onnx_import import model_file
+from nimblec.padding.fits import Proofs, find_fits, mark_masks
+from nimblec.padding.onnx_graph import prove_onnx
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.plan.fits import find_fits, mark_masks
 from nimblec.plan.lean import LeanProcess, run_seconds
 from nimblec.plan.planning import choose_schedule
 from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert import golden
 from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
+from nimblert.plan.dimensions import Axes
 
 if TYPE_CHECKING:
     # Imports torch.
@@ -105,7 +107,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 refuse_differing_steps(plan, agreed)
         if options.sizes:
             with stage(observer, "padding"):
-                plan, found = find_fits(plan)
+                plan, found = find_fits(plan, _proofs(plan, agreed))
                 notes += found
     with stage(observer, "write"):
         encoder.write(plan, output)
@@ -267,6 +269,21 @@ def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
 
 def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
+
+
+def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:
+    """What the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
+    axes = Axes(plan.programs)
+    return {
+        program.name: prove_onnx(
+            one.source.proto,
+            {tensor.name: of for tensor, of in axes.of_inputs(program)},
+            {tensor.name: of for tensor, of in axes.of_outputs(program)},
+            dict(program.profile),
+            [tensor.name for tensor in program.inputs if tensor.mask],
+        )
+        for program, one in zip(plan.programs, agreed, strict=True)
+    }
 
 
 def _with_golden(program: Program, agreed: Agreed[Graph]) -> Program:

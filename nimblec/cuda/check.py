@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import ProgramKey
+from nimblec.cuda.proofs import prove_programs
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded
+from nimblec.padding.fits import find_fits
 from nimblec.plan import encoder
-from nimblec.plan.fits import find_fits
 from nimblec.plan.lean import DifferingOutput, LeanProcess, run_seconds
 from nimblert import golden
 from nimblert.errors import CudaError
@@ -49,7 +50,7 @@ def write_checked(
             plan = replace(plan, programs=tuple(_with_golden(*run, request, reports) for run in runs))
         if request.options.sizes:
             with reports.stage("padding"), code.ignoring():
-                plan, notes = find_fits(plan)
+                plan, notes = find_fits(plan, prove_programs(plan, originals.values()))
             reports.note(notes)
         with reports.stage("write"):
             encoder.write(plan, request.output)

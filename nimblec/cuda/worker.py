@@ -20,8 +20,8 @@ from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files,
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
+from nimblec.padding.fits import mark_masks
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.plan.fits import mark_masks
 from nimblec.plan.timing_cache import TimingCache
 from nimblert.cuda import driver
 from nimblert.plan import Plan

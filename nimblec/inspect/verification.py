@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nimblec.cuda.capture.cubin_reading import entry_symbols
 from nimblec.inspect import certificate
-from nimblec.plan import fits
+from nimblec.padding.fits import differences
 from nimblert import golden
 from nimblert.check import hazards
 from nimblert.check.verify import read_plan
@@ -139,6 +139,6 @@ def _padding(plan: Plan) -> Check:
         return Check(name="padding", result=Result.SKIPPED, sentences=("the programs serve no sizes but their own",))
     try:
         agree = "runs that are padded or split give what the programs of those sizes give"
-        return _judged("padding", fits.differences(plan), agree)
+        return _judged("padding", differences(plan), agree)
     except DeviceMismatchError as exc:
         return Check(name="padding", result=Result.SKIPPED, sentences=(str(exc),))
