@@ -69,7 +69,8 @@ class Draws:
 
     def merged(self, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """Return the ``rest`` with a box of the ``base`` in it."""
-        merged = {name: np.array(array) for name, array in rest.items()}  # also of a numpy scalar
+        # np.array also makes an array of a numpy scalar.
+        merged = {name: np.array(array) for name, array in rest.items()}
         for tensor, of in zip(self._program.inputs, self._axes, strict=True):
             box = box_of(of, starts, stops)
             merged[tensor.name][box] = base[tensor.name][box]

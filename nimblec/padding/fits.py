@@ -13,7 +13,7 @@ from typing import TypeAlias
 from nimblec.base.errors import CompileError
 from nimblec.padding.trials import Trial
 from nimblec.padding.values import Proof
-from nimblert.check.state_rules import writes_state
+from nimblert.check.program_rules import writes_state
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program
 from nimblert.plan.dimensions import Axes

@@ -189,7 +189,8 @@ class Call:
 
     def _evaluated(self, arrays: Mapping[str, np.ndarray | None]) -> list[np.ndarray] | None:
         """What ONNX's own implementation of the node returns; None where it fails."""
-        from onnx.reference import ReferenceEvaluator  # which takes 30 ms to import
+        # Importing the evaluator takes 30 ms.
+        from onnx.reference import ReferenceEvaluator
 
         try:
             with np.errstate(all="ignore"):

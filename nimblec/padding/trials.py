@@ -6,7 +6,7 @@ import numpy as np
 
 from nimblec.base.difference import difference, numbers
 from nimblec.padding.draws import Arrays, Draws, Sizes, box_of
-from nimblert.check import state_rules
+from nimblert.check import program_rules
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Program, Target
@@ -28,7 +28,7 @@ class Trial:
 
     def writes_state(self, program: Program) -> bool:
         """Whether a run writes the state, into which padding must not get."""
-        return state_rules.writes_state(self._executable.plan.state, program)
+        return program_rules.writes_state(self._executable.plan.state, program)
 
     def fit(self, program: Program, name: str, most: Fit) -> Fit:
         """Return which calls with another size of one dimension a program serves, and no more than ``most``."""
