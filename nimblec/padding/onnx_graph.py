@@ -11,7 +11,7 @@ from nimblec.padding.values import Proof, given, prove
 
 Dimensions: TypeAlias = Mapping[str, Sequence[str | None]]
 
-RULES = (onnx_rules, onnx_control)
+_RULES = (onnx_rules, onnx_control)
 """Modules whose import fills the table of rules."""
 
 

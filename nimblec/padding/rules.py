@@ -13,8 +13,8 @@ from nimblec.padding.values import Carrier, Number, Shape, Value, inner_of, with
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One call of an operator in a proof for the dimension ``name``; ``what`` describes the call in notes."""
+class _Outcome:
+    """The results of one call of an operator in a proof for the dimension ``name``; ``what`` describes it in notes."""
 
     what: str
     name: str
@@ -25,6 +25,36 @@ class Step:
         if any(value.axes for value in operands):
             return self._crossed(operands, result)
         return self._joined(operands, result)
+
+    def after(self, causes: Sequence[Value], result: Value) -> Value:
+        """Return a result that also depends on scalars, as on the condition of a branch."""
+        if any(value.axes for value in causes):
+            return self._crossed(causes, result)
+        return self._joined(causes, result)
+
+    def _fault(self, verb: str) -> str:
+        return f"{self.what} {verb} {self.name}"
+
+    def _joined(self, operands: Sequence[Value], result: Value) -> Value:
+        """Add the faults of the operands to a result."""
+        padded = next((value.padded for value in operands if value.padded), result.padded)
+        split = next((value.split for value in operands if value.split), result.split)
+        return replace(result, padded=padded, split=split)
+
+    def _mixed(self, operands: Sequence[Value], result: Value, verb: str = "computes across") -> Value:
+        """Return a result whose elements depend on others, and not on padding."""
+        return self._joined(operands, replace(result, split=result.split or self._fault(verb)))
+
+    def _crossed(self, operands: Sequence[Value], result: Value) -> Value:
+        """Return a result whose elements may depend on padding."""
+        fault = self._fault("computes across")
+        return self._joined(operands, replace(result, padded=fault, split=fault))
+
+
+class _Arithmetic(_Outcome):
+    """Operators that compute."""
+
+    __slots__ = ()
 
     def elementwise(self, operands: Sequence[Value], shape: Shape, fold: Fold = to_any) -> Value:
         """Return the result of an operator that computes each element from those at its place, after broadcasting."""
@@ -131,6 +161,42 @@ class Step:
             return self._mixed(operands, Value(shape, {k: without_fill(c) for k, c in axes.items()}))
         return self._joined(operands, Value(shape, axes, stretched=frozenset(stretched), split=split))
 
+    def window(self, x: Value, windows: Mapping[int, tuple[int, int, int]], shape: Shape, fill: Number | None) -> Value:
+        """Return what a convolution or pooling computes of windows along axes: (elements, stride, padding before).
+
+        Windows reach over the ends, where they see ``fill``. Other axes stay.
+        """
+        axes = {axis: without_fill(carrier) for axis, carrier in x.axes.items()}
+        is_mixed = False
+        for axis, (reach, stride, before) in windows.items():
+            if axis not in x.axes or (reach == stride == 1 and not before and shape[axis] == x.shape[axis]):
+                continue
+            carrier = x.axes[axis]
+            if stride != 1 or not x.is_plain(axis):
+                return self._crossed([x], Value(shape))
+            is_neutral = fill is not None and carrier.fill == fill and shape[axis] == x.shape[axis]
+            shift = carrier.shift if is_neutral else carrier.shift + before - reach + 1
+            axes[axis] = Carrier(shape[axis], shift=shift)
+            is_mixed = True
+        result = Value(shape, axes)
+        return self._mixed([x], result) if is_mixed else self._joined([x], result)
+
+    def scan(self, x: Value, along: int, *, backward: bool = False) -> Value:
+        """Return a running result along an axis, as of a cumulative sum, or one of zeros where it runs ``backward``."""
+        axes = {axis: without_fill(carrier) for axis, carrier in x.axes.items()}
+        result = Value(x.shape, axes)
+        if along not in x.axes:
+            return self._joined([x], result)
+        if not x.is_plain(along) or (backward and not is_zero(x.axes[along].fill)):
+            return self._crossed([x], result)
+        return self._mixed([x], result)
+
+
+class Step(_Arithmetic):
+    """One call of an operator; these move elements."""
+
+    __slots__ = ()
+
     def reshape(self, x: Value, shape: Shape) -> Value:
         """Return the same elements in order in another shape, of which one axis must have the whole dimension."""
         axes: dict[int, Carrier] = {}
@@ -232,60 +298,6 @@ class Step:
         carrier = operands[first].axes[along]
         joined = Carrier(shape[along], shift=carrier.shift + before)
         return self._mixed(operands, replace(result, axes={**result.axes, along: joined}), "joins along")
-
-    def window(self, x: Value, windows: Mapping[int, tuple[int, int, int]], shape: Shape, fill: Number | None) -> Value:
-        """Return what a convolution or pooling computes of windows along axes: (elements, stride, padding before).
-
-        Windows reach over the ends, where they see ``fill``. Other axes stay.
-        """
-        axes = {axis: without_fill(carrier) for axis, carrier in x.axes.items()}
-        is_mixed = False
-        for axis, (reach, stride, before) in windows.items():
-            if axis not in x.axes or (reach == stride == 1 and not before and shape[axis] == x.shape[axis]):
-                continue
-            carrier = x.axes[axis]
-            if stride != 1 or not x.is_plain(axis):
-                return self._crossed([x], Value(shape))
-            is_neutral = fill is not None and carrier.fill == fill and shape[axis] == x.shape[axis]
-            shift = carrier.shift if is_neutral else carrier.shift + before - reach + 1
-            axes[axis] = Carrier(shape[axis], shift=shift)
-            is_mixed = True
-        result = Value(shape, axes)
-        return self._mixed([x], result) if is_mixed else self._joined([x], result)
-
-    def scan(self, x: Value, along: int, *, backward: bool = False) -> Value:
-        """Return a running result along an axis, as of a cumulative sum, or one of zeros where it runs ``backward``."""
-        axes = {axis: without_fill(carrier) for axis, carrier in x.axes.items()}
-        result = Value(x.shape, axes)
-        if along not in x.axes:
-            return self._joined([x], result)
-        if not x.is_plain(along) or (backward and not is_zero(x.axes[along].fill)):
-            return self._crossed([x], result)
-        return self._mixed([x], result)
-
-    def after(self, causes: Sequence[Value], result: Value) -> Value:
-        """Return a result that also depends on scalars, as on the condition of a branch."""
-        if any(value.axes for value in causes):
-            return self._crossed(causes, result)
-        return self._joined(causes, result)
-
-    def _fault(self, verb: str) -> str:
-        return f"{self.what} {verb} {self.name}"
-
-    def _joined(self, operands: Sequence[Value], result: Value) -> Value:
-        """Add the faults of the operands to a result."""
-        padded = next((value.padded for value in operands if value.padded), result.padded)
-        split = next((value.split for value in operands if value.split), result.split)
-        return replace(result, padded=padded, split=split)
-
-    def _mixed(self, operands: Sequence[Value], result: Value, verb: str = "computes across") -> Value:
-        """Return a result whose elements depend on others, and not on padding."""
-        return self._joined(operands, replace(result, split=result.split or self._fault(verb)))
-
-    def _crossed(self, operands: Sequence[Value], result: Value) -> Value:
-        """Return a result whose elements may depend on padding."""
-        fault = self._fault("computes across")
-        return self._joined(operands, replace(result, padded=fault, split=fault))
 
 
 def product(step: Step, left: Value, right: Value, shape: Shape) -> Value:
