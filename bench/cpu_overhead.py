@@ -122,6 +122,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> list[float]:
 def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[str, Any]:
     """Return the times of a model's plan and session, and the plan's number of launches."""
     from nimblert import golden, load
+    from nimblert.plan import Launch
 
     begin = time.perf_counter()
     with load(plan) as loaded:
@@ -132,7 +133,8 @@ def measure(model: Path, plan: Path, seconds: float, *, threads: int) -> dict[st
         opened["session_open_s"] = round(time.perf_counter() - begin, 4)
         compared = compare(lambda: loaded.run(inputs), lambda: session.run(None, inputs), seconds)
         equal = all(map(np.array_equal, loaded.run(inputs).values(), session.run(None, inputs)))
-        return {**compared, **opened, "launches": len(loaded.program.ops), "bit_exact": equal}
+        launches = sum(isinstance(command, Launch) for command in loaded.program.commands)
+        return {**compared, **opened, "launches": launches, "bit_exact": equal}
 
 
 def opened_session(model: Path, *, threads: int = 0) -> Any:

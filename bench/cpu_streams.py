@@ -25,6 +25,7 @@ from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblert import golden
 from nimblert.executable import Executable, load
+from nimblert.plan import Launch
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "streams.json"
 POLICIES = ("1", "2", "auto")
@@ -96,7 +97,7 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
         before = os.getloadavg()[0]
         measured = alternated([executable.replay for executable in loaded.values()], repeats)
         return {
-            "launches": len(loaded["1"].program.ops),
+            "launches": sum(isinstance(command, Launch) for command in loaded["1"].program.commands),
             "auto": loaded["auto"].program.schedule.policy if loaded["auto"].program.schedule else "",
             "streams": {policy: executable.program.stream_count for policy, executable in loaded.items()},
             "ms": {policy: spread(column) for policy, column in zip(POLICIES, measured.T, strict=True)},

@@ -23,6 +23,7 @@ from nimblec.cpu.refit_programs import assemble_refittable
 from nimblec.cpu.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state_check import refuse_differing_steps
+from nimblec.cpu.stretches import Joiner
 from nimblec.cpu.timing import CpuTimer
 from nimblec.onnx_import import model_file
 from nimblec.padding.fits import Proofs, find_fits, mark_masks
@@ -248,12 +249,14 @@ def _scheduled(
     models: Sequence[ReferenceModel], graphs: Sequence[Graph], options: Options, cache: TimingCache
 ) -> list[Part]:
     """Each graph in the schedule chosen for it."""
-    provenance = _provenance()
+    provenance, joiner = _provenance(), Joiner()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
         device = replace(provenance.device, name=processor())
         timer = None if options.reproducible else CachedTimer(CpuTimer(), cache, device)
-        part = choose_schedule(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
+        part = choose_schedule(
+            graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit, join=joiner.join
+        )
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts
 

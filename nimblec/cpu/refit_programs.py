@@ -12,9 +12,12 @@ from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit_recipe import Source, WeightExpression, model_of, sources
 from nimblec.cpu.refittable import Refittable, digest
+from nimblec.cpu.stretches import Joiner
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.encoder import encode
 from nimblec.plan.refit_programs import groups, part_of, refits_in_place, replacing
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.streams import serial
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting
@@ -71,7 +74,9 @@ def _part(group: _Group, header: Header) -> Part:
     """The model that computes the constants of a group; its outputs are named by their digests."""
     model = model_of({key.hex(): recipe for key, recipe in group.made.items()}, header)
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    return part_of(capture.graph_of(OptimizedModel(proto=model, arrays=arrays)), min(group.made).hex())
+    graph = capture.graph_of(OptimizedModel(proto=model, arrays=arrays))
+    joined, _ = Joiner().join(graph, serial(dependencies(graph)))
+    return part_of(joined, min(group.made).hex())
 
 
 def _tensor(source: Source, offset: int) -> Tensor:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from nimblec.inspect.layers import by_layer
+from nimblec.inspect.parts import parts_of
 from nimblert.plan import (
     ITEM_NBYTES,
     Access,
@@ -170,7 +171,7 @@ def _program(plan: Plan, program: Program) -> Json:
         "outputs": [_tensor(tensor) for tensor in program.outputs],
         "streams": program.stream_count,
         "events": program.event_count,
-        "ops": len(program.ops),
+        "ops": len({part.op for _, work in program.work for part in parts_of(plan, work)}),
         "commands": command_counts(program),
         "regions": {
             "arena": program.arena_nbytes,

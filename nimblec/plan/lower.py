@@ -42,7 +42,7 @@ def lower(graph: ir.Graph, schedule: ir.Schedule, layout: ir.Layout, *, name: st
     task comes from are left out. Raises CompileError for a fill of part of an element.
     """
     locate = _locator(graph, layout)
-    used_ops = sorted({task.op for task in graph.tasks})
+    used_ops = sorted({op for task in graph.tasks for op in range(task.op, task.op + 1 + task.joined)})
     new_op = {op: index for index, op in enumerate(used_ops)}
     return Program(
         name=name,

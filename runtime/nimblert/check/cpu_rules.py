@@ -31,7 +31,7 @@ def kernels_problems(plan: Plan, limits: Limits) -> Iterator[str]:
         if first.setdefault(kernel.module, i) != i:
             yield f"{path}.module: {kernel.module} is the code of kernels[{first[kernel.module]}]"
         elif sound and 0 <= kernel.module < len(plan.modules):
-            yield from under(path, onnx_rules.problems(kernel, plan.modules[kernel.module], budget))
+            yield from under(path, onnx_rules.problems(kernel, plan.modules[kernel.module], budget, limits))
 
 
 def _parameters_problems(parameters: Sequence[Parameter], limits: Limits) -> Iterator[str]:

@@ -2,26 +2,24 @@
 
 import enum
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from operator import index
 from pathlib import Path
 from typing import TypeAlias
 
 from nimblert.errors import InputError
-from nimblert.plan import ITEM_NBYTES, Kernel
 
 Threads: TypeAlias = int | Sequence[int]
 """The number of threads, the caller's included; or a processor for each, of which the first is the caller's, whose
 thread is not moved."""
 
 _LARGE_NBYTES = 128 << 10
-"""A kernel that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
+"""An operator that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
 
 STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
-"""Kernels that run alone too: they would wake other threads at each time step (a GRU of 64 steps: 0.9 ms on one
+"""Operators that run alone too: they would wake other threads at each time step (a GRU of 64 steps: 0.9 ms on one
 thread, 32 ms on two)."""
 
 _BUDGET = 256
@@ -65,9 +63,8 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
     return count, processors
 
 
-def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
-    """A pool for each session of a program, given the kernels of each."""
-    large = [any(map(is_large, of_one)) for of_one in kernels]
+def pools(large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
+    """Return a pool for each session of a program, given whether several threads run it faster."""
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
     waiting = Waiting.SPINNING if sum(large) == 1 else Waiting.SPINNING_IN_RUNS
@@ -76,21 +73,15 @@ def pools(kernels: Iterable[Sequence[Kernel]], streams: int, wanted: tuple[int, 
     return tuple(pool if one else Pool() for one in large)
 
 
-def pool_of_one(kernel: Kernel, sessions: int, count: int) -> Pool:
-    """Return the pool of one of many sessions that run one kernel each, one at a time, on at most ``count`` threads."""
-    return Pool(count=max(1, min(count, _BUDGET // max(sessions, 1)))) if is_large(kernel) else Pool()
-
-
 def streams_by_thread(streams: int, most: int | None) -> list[range]:
     """Return the streams that each thread of a program runs: one each, or more where there may be ``most`` threads."""
     count = min(streams, most or streams)
     return [range(first, streams, count) for first in range(count)]
 
 
-def is_large(kernel: Kernel) -> bool:
-    """Return whether several threads run a kernel faster, despite the time to wake them."""
-    touched_nbytes = sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters)
-    return touched_nbytes >= _LARGE_NBYTES and kernel.symbol not in STEPPED
+def is_large(operator: str, touched_nbytes: int) -> bool:
+    """Return whether several threads run an operator faster, despite the time to wake them."""
+    return touched_nbytes >= _LARGE_NBYTES and operator not in STEPPED
 
 
 def cores() -> int:

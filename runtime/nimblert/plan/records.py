@@ -515,7 +515,8 @@ class Limits:
     """Upper limits for a plan, checked before anything is allocated: whole numbers, else InputError.
 
     - ``memory_nbytes``: arena, state, inputs and outputs of all programs together, which is what an executable
-      allocates besides the weights. ``tensor_nbytes``: one contiguous input, output, parameter or weight.
+      allocates besides the weights; also the values between the nodes of each ONNX model of a CPU plan, which ONNX
+      Runtime allocates. ``tensor_nbytes``: one contiguous input, output, parameter, value or weight.
     - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
       of which is a Python object while it is checked.
     - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
