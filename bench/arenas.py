@@ -119,7 +119,7 @@ def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
-    """Whether all runs agree: bit for bit, or within the tolerance of a framework that is not deterministic."""
+    """Return whether all runs agree: bit for bit, or within the tolerance of a framework that is not deterministic."""
     recorded = plan.programs[0].golden
     tolerance = recorded.tolerance if recorded else 0.0
     return all(

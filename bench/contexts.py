@@ -88,7 +88,7 @@ def watched(plan: Path, device: int) -> Iterator[list[Held]]:
 
 
 def is_flat(run: Mapping[str, Any]) -> bool:
-    """Whether memory stayed flat in a run of threads, apart from the latencies."""
+    """Return whether memory stayed flat in a run of threads, apart from the latencies."""
     found = run["memory"].get("grown", {})
     allowed = {"anonymous": SLACK_NBYTES + LATENCY_NBYTES * run["runs"], "device": SLACK_NBYTES}
     return all(growth <= allowed.get(name, 0) for name, growth in found.items())

@@ -109,7 +109,7 @@ class Cell(nn.Module):
         self.out_channels = channels * len(genotype.outputs)
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """The states that the cell returns, concatenated."""
+        """Return the states that the cell returns, concatenated."""
         states = [self.first(first), self.second(second)]
         edges = iter(zip(self.operations, self._reads, strict=True))
         for (left, of_left), (right, of_right) in zip(edges, edges, strict=True):
@@ -133,7 +133,7 @@ class Cells(nn.ModuleList):
         self.out_channels = now
 
     def forward(self, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """The output of the last cell."""
+        """Return the output of the last cell."""
         for cell in self:
             before, now = now, cell(before, now)
         return now

@@ -25,7 +25,7 @@ class Sized:
     pad_masks: tuple[str, ...] = ()
 
     def export(self) -> tuple[torch.export.ExportedProgram, str]:
-        """The exported module, and torch's name of its dimension."""
+        """Return the exported module, and torch's name of its dimension."""
         dim = torch.export.Dim("size", min=1, max=self.largest)
         shapes = tuple({self.axis: dim} for _ in self.args)
         with torch.no_grad():

@@ -223,6 +223,6 @@ ProgramKey: TypeAlias = tuple[str, Profile]
 
 
 def program_name(entry: str, profile: Profile) -> str:
-    """The name of the program of an entry for a profile."""
+    """Return the name of the program of an entry for a profile."""
     sizes = ",".join(f"{name}={size}" for name, size in profile)
     return f"{entry}[{sizes}]" if sizes else entry

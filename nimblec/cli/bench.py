@@ -153,7 +153,7 @@ def _calls(
 
 
 def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
-    """The measurement, for --json."""
+    """Return the measurement, for --json."""
     return {
         "runs": measured.latencies.size,
         "seconds": measured.seconds,

@@ -116,7 +116,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
 
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
-    """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
+    """Return each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.onnx_export import dynamic as dynamic_onnx
     from nimblec.onnx_export import export as onnx_export
 
@@ -142,7 +142,7 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramK
 def _read(
     source: Source, options: Options, entry: str, profile: Profile, exported: "ExportedModel | None"
 ) -> ReferenceModel:
-    """The model of a program; ``exported`` where it is not a file of the user."""
+    """Return the model of a program; ``exported`` where it is not a file of the user."""
     path = Path(source.model) if exported is None else exported.path
     if exported is None or exported.is_dynamic:
         proto = capture.read(
@@ -182,7 +182,7 @@ def _agreed(
 
 
 def _weights(model: ReferenceModel, exported: "Mapping[ProgramKey, ExportedModel]") -> frozenset[str] | None:
-    """The names of the weights that a module holds under the same name; None if there is no module."""
+    """Return the names of the weights that a module holds under the same name; None if there is no module."""
     return exported[model.entry, model.profile].weights if exported else None
 
 
@@ -209,7 +209,7 @@ def _refittable_graph(agreed: Agreed[Graph], made: Refittable) -> Graph:
 
 
 def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:
-    """The nodes of each program before and after ONNX Runtime's optimiser, the only pass of this target."""
+    """Yield the nodes of each program before and after ONNX Runtime's optimiser, the only pass of this target."""
     for one in agreed:
         model = one.source
         program = f" of {program_name(model.entry, model.profile)}" if agreed[1:] else ""
@@ -218,7 +218,7 @@ def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:
 
 
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:
-    """The plan without golden records, and notes for the user."""
+    """Return the plan without golden records, and notes for the user."""
     if refittable:
         return assemble_refittable(parts, _provenance(), refittable)
     return assemble(parts, _provenance()), ()
@@ -248,7 +248,7 @@ def _provenance() -> Provenance:
 def _scheduled(
     models: Sequence[ReferenceModel], graphs: Sequence[Graph], options: Options, cache: TimingCache
 ) -> list[Part]:
-    """Each graph in the schedule chosen for it."""
+    """Return each graph in the schedule chosen for it."""
     provenance, joiner = _provenance(), Joiner()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
@@ -290,7 +290,7 @@ def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:
 
 
 def _with_golden(program: Program, agreed: Agreed[Graph]) -> Program:
-    """The program with the record of what the optimised model computes from random inputs."""
+    """Return the program with the record of what the optimised model computes from random inputs."""
     state = {tensor.output for tensor in agreed.source.state}
     named = zip((value.name for value in agreed.source.proto.graph.output), agreed.outputs, strict=True)
     return replace(program, golden=golden.record(SEED, [a for name, a in named if name not in state], 0.0))

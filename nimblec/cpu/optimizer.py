@@ -154,18 +154,18 @@ _LOGGED = re.compile(r"GraphTransformer (\S+) modified: ([01])")
 
 
 def _logged(log: Path) -> list[tuple[str, bool]]:
-    """The rewrites that ONNX Runtime tried, in order, and whether each changed the model."""
+    """Return the rewrites that ONNX Runtime tried, in order, and whether each changed the model."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return [(name, changed == "1") for name, changed in _LOGGED.findall(text)]
 
 
 def _rules(names: Iterable[str]) -> tuple[str, ...]:
-    """The names with those of rules in the place of groups of rules."""
+    """Return the names with those of rules in the place of groups of rules."""
     return tuple(dict.fromkeys(rule for name in names for rule in _RULES.get(name, (name,))))
 
 
 def _suspects(log: Path) -> tuple[str, ...]:
-    """All rewrites, beginning with the one that comes after those in the log, and those that changed the model.
+    """Return all rewrites, beginning with the one that comes after those in the log, and those that changed the model.
 
     Their order is the same for each model; that of a small one shows it.
     """

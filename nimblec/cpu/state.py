@@ -37,7 +37,7 @@ class Placement:
 def place_state(
     nodes: Sequence[NodeProto], state: Sequence[ModelState], types: Mapping[str, TensorType], returned: Sequence[str]
 ) -> Placement:
-    """The placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
+    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
     graph = _Order(nodes)
     places: dict[str, str] = {}
     copies = []
@@ -73,7 +73,7 @@ def _chains(
 
 
 def _changed(node: NodeProto) -> str:
-    """The value that a node updates in part, or ""."""
+    """Return the value that a node updates in part, or ""."""
     return node.input[0] if not node.domain and node.op_type in _ROWS else ""
 
 
@@ -122,5 +122,5 @@ class _Order:
         return False
 
     def order(self) -> list[int]:
-        """All nodes in a stable topological order; fewer if there is a cycle."""
+        """Return all nodes in a stable topological order; fewer if there is a cycle."""
         return topological_order(self._after)

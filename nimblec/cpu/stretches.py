@@ -99,7 +99,7 @@ class Joiner:
         yield from last.values()
 
     def _node(self, graph: Graph, task: int, launches: Mapping[int, int]) -> _Node | None:
-        """The node of a task; None for one that no stretch may hold. ``launches`` are those of each kernel."""
+        """Return the node of a task; None for one that no stretch may hold. ``launches`` are those of each kernel."""
         work = graph.tasks[task].work
         if not isinstance(work, KernelWork):
             return None
@@ -121,7 +121,7 @@ class Joiner:
         return None if is_in_place else node
 
     def _kernel(self, graph: Graph, nodes: Sequence[_Node], users: Mapping[int, AbstractSet[int]]) -> "_Kernel":
-        """The kernel of several nodes; ``users`` are the tasks that use each temporary buffer."""
+        """Return the kernel of several nodes; ``users`` are the tasks that use each temporary buffer."""
         model = _StretchModel()
         for node in nodes:
             model.add(node)
@@ -138,7 +138,7 @@ class Joiner:
         return model.kernel(frozenset(inner[:-1] if len(inner) == len(model.made) else inner))
 
     def _types(self, graph: Graph, model: "_StretchModel") -> Inferred:
-        """The types of the values of a stretch, as far as ONNX Runtime infers them."""
+        """Return the types of the values of a stretch, as far as ONNX Runtime infers them."""
         plain = model.model(frozenset(model.made))
         key = onnx_model.write_model(plain)
         if key not in self._inferred:
@@ -152,13 +152,13 @@ class Joiner:
 
 
 def _array(graph: Graph, parameter: Parameter, buffer: int) -> np.ndarray:
-    """The constant in a buffer."""
+    """Return the constant in a buffer."""
     data = graph.buffers[buffer].data
     return np.frombuffer(b"" if data is None else data, numpy_dtype(parameter.dtype)).reshape(parameter.shape)
 
 
 def _users(graph: Graph) -> dict[int, set[int]]:
-    """The tasks that use each temporary buffer, without the buffers of inputs and outputs of the graph."""
+    """Return the tasks that use each temporary buffer, without the buffers of inputs and outputs of the graph."""
     users: dict[int, set[int]] = {}
     passed = {view.buffer for view in (*graph.inputs, *graph.outputs)}
     for index, task in enumerate(graph.tasks):
@@ -287,7 +287,7 @@ class _StretchModel:
         return name
 
     def model(self, inner: AbstractSet[str]) -> Model:
-        """The model; the values ``inner`` are no outputs."""
+        """Return the model; the values ``inner`` are no outputs."""
         graph = onnx_model.Graph(
             node=tuple(self._nodes),
             name="stretch",
@@ -300,7 +300,7 @@ class _StretchModel:
         return Model(ir_version=self._ir_version, graph=graph, opset_import=opsets)
 
     def kernel(self, inner: AbstractSet[str]) -> _Kernel:
-        """The kernel of the model; the values ``inner`` are no parameters."""
+        """Return the kernel of the model; the values ``inner`` are no parameters."""
         read = self.inputs | self.initializers
         operands = {name: read[name] for name in self._order}
         operands |= {name: bound for name, bound in self.made.items() if name not in inner}
@@ -371,7 +371,7 @@ class _JoinedGraph:
         return self._kernels.setdefault(kernel, len(self._kernels))
 
     def graph(self) -> Graph:
-        """The finished graph."""
+        """Return the finished graph."""
         return replace(
             self._graph,
             modules=tuple(self._modules),

@@ -35,7 +35,7 @@ _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
 def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> dict[str, TensorType]:
-    """The type of every node output of the main graph, and of its inputs, by name.
+    """Return the type of every node output of the main graph, and of its inputs, by name.
 
     ``ranges`` bound the integers of inputs where the model has to run.
     """
@@ -85,12 +85,12 @@ def check_sizes(types: Mapping[str, TensorType]) -> None:
 
 
 def _is_known(shape: Sequence[object]) -> bool:
-    """Whether ONNX Runtime knows a shape; it reports [] for a scalar and for a value of unknown rank alike."""
+    """Return whether ONNX Runtime knows a shape; it reports [] for a scalar and for a value of unknown rank alike."""
     return bool(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
 
 
 def _scalars(model: ModelProto) -> set[str]:
-    """The values that ONNX's own shape inference finds to have no dimensions."""
+    """Return the values that ONNX's own shape inference finds to have no dimensions."""
     inferred = model_shapes.infer_shapes(model)
     values = (*inferred.graph.value_info, *inferred.graph.output)
     tensors = {value.name: value.type.tensor_type for value in values}
@@ -104,7 +104,7 @@ def _is_sized_by_value(
     makers: Mapping[str, NodeProto],
     given: Collection[str],
 ) -> bool:
-    """Whether an output's size is unknown because it depends on values.
+    """Return whether an output's size is unknown because it depends on values.
 
     True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches,
     ONNX Runtime's own operators and a few functions of ONNX may just lack shape inference.
@@ -123,7 +123,7 @@ _FIRST_SIZE = {"MaxUnpool": 2}
 
 
 def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Collection[str]) -> bool:
-    """Whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
+    """Return whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
     waiting, seen = [name], {name}
     while waiting:
         value = waiting.pop()
@@ -138,7 +138,7 @@ def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Coll
 
 
 def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProto]) -> bool:
-    """Whether a value is a scan output of a Loop whose number of steps is not known before a run."""
+    """Return whether a value is a scan output of a Loop whose number of steps is not known before a run."""
     if node.op_type != "Loop" or node.domain:
         return False
     body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
@@ -155,7 +155,7 @@ def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProt
 
 
 def _has_rule(node: NodeProto, opset: int) -> bool:
-    """Whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
+    """Return whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
     if node.domain or model_nodes.subgraphs(node) or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return False
     schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
@@ -178,14 +178,14 @@ def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
 
 
 def _read_names(graph: GraphProto) -> set[str]:
-    """The values that nodes read, or that the bodies of nodes return."""
+    """Return the values that nodes read, or that the bodies of nodes return."""
     nodes = list(model_nodes.nodes(graph))
     returned = {value.name for node in nodes for body in model_nodes.subgraphs(node) for value in body.output}
     return returned.union(*(node.input for node in nodes))
 
 
 def _dtype(value: str, kind: str, node: NodeProto) -> str:
-    """The plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
+    """Return the plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
     inner = kind.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
     if not kind.startswith("tensor(") or name not in ITEM_NBYTES:

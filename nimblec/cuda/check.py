@@ -64,7 +64,7 @@ def write_checked(
 def _with_golden(
     program: Program, recorded: Recorded, original: "TorchModel", request: CompileRequest, reports: Reports
 ) -> Program:
-    """The program with the framework's results for seeded inputs, and the difference between two runs."""
+    """Return the program with the framework's results for seeded inputs, and the difference between two runs."""
     inputs = golden.draw_inputs(program, _SEED)
     first, second = recorded.recorder.compute(inputs), recorded.recorder.compute(inputs)
     tolerance = spread(first, second)
@@ -78,7 +78,7 @@ def _with_golden(
 
 
 def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKey, Recorded]) -> str:
-    """The place where the replay of a program departs from the framework."""
+    """Return the place where the replay of a program departs from the framework."""
     from nimblec.cuda.diagnosis import first_difference
 
     program = next(p for p in plan.programs if p.name == problem.program)
@@ -103,7 +103,7 @@ def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
 
 
 def report(program: Program, original: Compute, changed: Compute, allowed: float | None) -> Iterator[str]:
-    """A sentence for each output with the largest and the mean of its relative differences.
+    """Yield a sentence for each output with the largest and the mean of its relative differences.
 
     Raises CompileError for one that differs by more than ``allowed``.
     """

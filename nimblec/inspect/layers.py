@@ -40,7 +40,7 @@ class Share:
 
 
 def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
-    """The work of each layer, in the order in which the model runs them.
+    """Return the work of each layer, in the order in which the model runs them.
 
     A command fused from several layers or phases is counted once, for all of them together. There are no times if a
     launch has nodes of several: a plan has only their sum. Empty where no op names its layer, as in most ONNX files.
@@ -63,7 +63,7 @@ def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
 
 
 def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share], int]:
-    """The shares in at most ``most`` sets of layers, if possible: paths of modules are cut to a common depth.
+    """Return the shares in at most ``most`` sets of layers, if possible: paths of modules are cut to a common depth.
 
     Also that depth, in components of a path; 0 where nothing was cut.
     """
@@ -79,7 +79,7 @@ def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share],
 
 
 def _order(issued: Sequence[tuple[Part, Group]]) -> dict[str, int]:
-    """The rank of each layer: by the first command of its forward pass that reads an input or another's result.
+    """Return the rank of each layer: by the first command of its forward pass that reads an input or another's result.
 
     Layers without one come last, the loss just before them.
     """
@@ -102,7 +102,7 @@ def _share(work: Work, part: Part, duration_ns: int) -> Share:
 
 
 def _groups(plan: Plan, program: Program) -> list[Group]:
-    """The group of each op; empty where no op names its layer."""
+    """Return the group of each op; empty where no op names its layer."""
     found = [places(op.source) for op in program.ops]
     if any(place.phase is not Phase.FORWARD for place in _all(found)):
         return [_group(of) if op.source else ((), ()) for op, of in zip(program.ops, found, strict=True)]
@@ -122,7 +122,7 @@ def _group(of: tuple[Place, ...]) -> Group:
 
 
 def _layer(plan: Plan, name: str) -> str | None:
-    """The layer that a place names; None for an ONNX node whose name tells none.
+    """Return the layer that a place names; None for an ONNX node whose name tells none.
 
     torch.onnx without dynamo calls a node "/layer1/layer1.0/conv1/Conv".
     """

@@ -112,7 +112,7 @@ class _Model:
                 self._readers.setdefault(name, []).append(node)
 
     def is_made_of(self, name: str, found: np.ndarray, tolerance: float) -> bool:
-        """Whether ``found`` is a value computed from the value ``name``."""
+        """Return whether ``found`` is a value computed from the value ``name``."""
         candidates = (self._values[other] for other in self._made_of(name) if other in self._values)
         return any(
             same_numbers(value, found, tolerance)
@@ -121,7 +121,7 @@ class _Model:
         )
 
     def _made_of(self, name: str) -> Iterator[str]:
-        """Every value computed from a value, the nearest first."""
+        """Yield every value computed from a value, the nearest first."""
         seen, waiting = {name}, deque([name])
         while waiting:
             for node in self._readers.get(waiting.popleft(), ()):
@@ -133,7 +133,7 @@ class _Model:
 
 
 def _sources(target: Target, node: Node) -> tuple[str, ...]:
-    """The sources that a plan gives the commands of a node."""
+    """Return the sources that a plan gives the commands of a node."""
     if target is Target.CUDA:
         return (node.description,)
     # A node that ONNX Runtime lays out in blocks loses its name, and its values get this ending.

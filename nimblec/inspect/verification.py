@@ -91,7 +91,7 @@ def _schedule(plan: Plan, program: Program) -> Check:
 
 
 def check_name(name: str, plan: Plan, program: Program) -> str:
-    """The name of a check of one of a plan's programs."""
+    """Return the name of a check of one of a plan's programs."""
     return name if len(plan.programs) == 1 else f"{name} of {program.name!r}"
 
 
@@ -103,7 +103,7 @@ def _symbols(plan: Plan) -> Check:
 
 
 def missing_symbols(plan: Plan) -> Iterator[str]:
-    """Every kernel whose symbol is not an entry point of its cubin, and every module that is not a cubin."""
+    """Yield every kernel whose symbol is not an entry point of its cubin, and every module that is not a cubin."""
     entries: dict[int, frozenset[str]] = {}
     for index, module in enumerate(plan.modules):
         try:

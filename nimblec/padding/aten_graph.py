@@ -163,7 +163,7 @@ def _elementwise(call: _Call) -> list[Value]:
 
 
 def _is_operand(name: str, value: object) -> bool:
-    """Whether an argument is a number in the place of a tensor."""
+    """Return whether an argument is a number in the place of a tensor."""
     return isinstance(value, int | float) and name in {"self", "other", "value"}
 
 

@@ -33,7 +33,7 @@ class Draws:
         self._masks = {tensor.name for tensor in program.inputs if tensor.mask}
 
     def has_mask(self, name: str) -> bool:
-        """Whether a mask has the dimension."""
+        """Return whether a mask has the dimension."""
         sides = zip(self._program.inputs, self._axes, strict=True)
         return any(name in of for tensor, of in sides if tensor.name in self._masks)
 

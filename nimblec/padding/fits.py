@@ -72,19 +72,19 @@ def differences(plan: Plan) -> Iterator[str]:
 
 
 def _common_proof(proofs: Proofs, programs: Sequence[Program]) -> dict[str, Proof]:
-    """The proof of the program that serves the least, by dimension."""
+    """Return the proof of the program that serves the least, by dimension."""
     each = [proofs[program.name] for program in programs]
     return {name: min((of[name] for of in each), key=lambda proof: proof.fit) for name, _ in programs[0].profile}
 
 
 def _common_fits(trial: Trial, programs: Sequence[Program], most: Mapping[str, Fit]) -> dict[str, Fit]:
-    """The calls that all programs serve, by dimension, and no more than ``most``."""
+    """Return the calls that all programs serve, by dimension, and no more than ``most``."""
     each = [_fits(trial, program, most) for program in programs]
     return {name: min(fits[name] for fits in each) for name in most}
 
 
 def _fits(trial: Trial, program: Program, most: Mapping[str, Fit]) -> dict[str, Fit]:
-    """The calls that one program can serve, by dimension, and no more than ``most``."""
+    """Return the calls that one program can serve, by dimension, and no more than ``most``."""
     sizes = dict(program.profile)
     if trial.writes_state(program):
         return dict.fromkeys(sizes, Fit.EXACT)
@@ -118,5 +118,5 @@ def _note(plan: Plan, programs: Sequence[Program], name: str, fit: Fit, proof: P
 
 
 def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:
-    """The programs of each entry for several sizes."""
+    """Return the programs of each entry for several sizes."""
     return (programs for programs in plan.entries.values() if programs[0].profile)

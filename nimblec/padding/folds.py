@@ -60,17 +60,17 @@ def never(_: Number | None) -> bool:
 
 
 def is_zero(fill: Number | None) -> bool:
-    """Whether padding adds nothing to a sum."""
+    """Return whether padding adds nothing to a sum."""
     return fill is not None and fill == 0
 
 
 def is_one(fill: Number | None) -> bool:
-    """Whether padding changes no product."""
+    """Return whether padding changes no product."""
     return fill is not None and fill == 1
 
 
 def is_low(fill: Number | None) -> bool:
-    """Whether padding has no weight in a softmax."""
+    """Return whether padding has no weight in a softmax."""
     return fill is not None and fill <= -LARGE
 
 

@@ -179,7 +179,7 @@ class Call:
         return [found.get(name, TypeProto()) if name else tensor_type(0, ()) for name in node.output]
 
     def _folded(self) -> list[np.ndarray] | None:
-        """The results of a node that depend on known constants or on shapes alone."""
+        """Return the results of a node that depend on known constants or on shapes alone."""
         if self.kind in {"Shape", "Size"}:
             return self._evaluated({self.node.input[0]: np.broadcast_to(np.int8(0), self.operands[0].shape)})
         arrays = {n: v.array for n, v in zip(self.node.input, self.inputs, strict=True) if v is not None}

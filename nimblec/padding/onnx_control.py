@@ -90,7 +90,7 @@ def _stacked(value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _either(step: Step, one: Value, other: Value) -> Value:
-    """A value that is one of two."""
+    """Return a value that is one of two."""
     if not (one.is_sized and one.shape == other.shape):
         return step.unknown([one, other], None)
     return step.elementwise([Value(()), one, other], one.shape, of_choice)

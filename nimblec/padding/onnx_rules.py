@@ -123,7 +123,7 @@ def _batch_norm(call: Call) -> list[Value]:
 
 
 def _with_channels(call: Call, x: Value, parameters: Sequence[Value]) -> Value:
-    """The operand after arithmetic with a number for each channel, which is axis 1."""
+    """Return the operand after arithmetic with a number for each channel, which is axis 1."""
     ones = (1,) * (call.rank - 2)
     columns = [call.step.reshape(value, (*value.shape, *ones)) for value in parameters]
     return call.step.elementwise([x, *columns], call.shape)
@@ -152,7 +152,7 @@ def _pool(call: Call) -> list[Value]:
 
 
 def _windows(call: Call, kernel: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The elements, stride and padding before of windows along each spatial axis."""
+    """Return the elements, stride and padding before of windows along each spatial axis."""
     ones = [1] * len(kernel)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, call.attribute("dilations", ones), strict=True)]
     before = call.attribute("pads", [0] * 2 * len(kernel))[: len(kernel)]
@@ -199,7 +199,7 @@ def _shaped(call: Call, shape: Shape) -> Shape:
 
 
 def _of_any(value: Value) -> Value:
-    """The operand with any padding."""
+    """Return the operand with any padding."""
     return replace(value, array=None, axes={axis: without_fill(carrier) for axis, carrier in value.axes.items()})
 
 
@@ -419,7 +419,7 @@ def _batched(call: Call) -> list[Value]:
 
 
 def _first_axis(value: Value) -> Value:
-    """The operand as if it had its first axis alone."""
+    """Return the operand as if it had its first axis alone."""
     for axis in range(1, len(value.shape)):
         value = flat_along(value, axis)
     return replace(value, shape=value.shape[:1], stretched=value.stretched & {0})

@@ -309,7 +309,7 @@ def product(step: Step, left: Value, right: Value, shape: Shape) -> Value:
 
 
 def _aligned(value: Value, shape: Shape) -> Value:
-    """The operand with leading axes of size 1, so that it has the rank of a result."""
+    """Return the operand with leading axes of size 1, so that it has the rank of a result."""
     more = len(shape) - len(value.shape)
     if more <= 0:
         return value
@@ -323,18 +323,18 @@ def _aligned(value: Value, shape: Shape) -> Value:
 
 
 def _are_alike(one: Carrier, other: Carrier) -> bool:
-    """Whether the same elements along two axes are a call's own."""
+    """Return whether the same elements along two axes are a call's own."""
     return replace(one, fill=None) == replace(other, fill=None)
 
 
 def _fill_of(value: Value, axis: int, shift: int, others: Sequence[int] = ()) -> Number | None:
-    """The number that an operand holds wherever a result with this shift along an axis is padding."""
+    """Return the number that an operand holds wherever a result with this shift along an axis is padding."""
     own = value.axes[axis].shift if axis in value.axes else 0
     return value.fill(axis, others) if shift >= own else None
 
 
 def _present(value: Value, axes: Sequence[int]) -> list[int]:
-    """Those of the axes along which a constant has more than one element."""
+    """Return those of the axes along which a constant has more than one element."""
     return [axis for axis in axes if value.array is not None and value.array.shape[axis] > 1]
 
 
@@ -352,7 +352,7 @@ def flat_along(value: Value, axis: int) -> Value:
 
 
 def _axis_of(shape: Shape, inner: int, extent: int) -> int | None:
-    """The axis that has all positions, ``inner`` elements apart, of an axis of ``extent`` in another shape."""
+    """Return the axis that has all positions, ``inner`` elements apart, of an axis of ``extent`` in another shape."""
     for axis, size in enumerate(shape):
         after = prod(shape[axis + 1 :])
         if after and inner % after == 0 and (after * size) % (inner * extent) == 0 and extent > 1:

@@ -27,7 +27,7 @@ class Trial:
         self._target = executable.plan.target
 
     def writes_state(self, program: Program) -> bool:
-        """Whether a run writes the state, into which padding must not get."""
+        """Return whether a run writes the state, into which padding must not get."""
         return program_rules.writes_state(self._executable.plan.state, program)
 
     def fit(self, program: Program, name: str, most: Fit) -> Fit:
@@ -49,7 +49,7 @@ class Trial:
         return Fit.SPLIT if agree else Fit.PADDED
 
     def is_alone(self, program: Program, *, starts: Sizes | None = None, stops: Sizes | None = None) -> bool:
-        """Whether elements before ``starts`` and beyond ``stops`` leave the others unchanged, bit for bit."""
+        """Return whether elements before ``starts`` and beyond ``stops`` leave the others unchanged, bit for bit."""
         return all(
             self._same_box(program, given, starts or {}, stops or {})
             for given in self._draws[program.name].surrounded(starts or {}, stops or {}, self._takes(program))
@@ -64,7 +64,7 @@ class Trial:
         return [other for other in row[max(at - 1, 0) : at + 2] if other is not program]
 
     def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
-        """Whether runs on all of these give equal and finite outputs in the box."""
+        """Return whether runs on all of these give equal and finite outputs in the box."""
         first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
         return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
 
@@ -87,7 +87,7 @@ class Trial:
         return True
 
     def _run(self, program: Program, arrays: Arrays, starts: Sizes, stops: Sizes) -> list[np.ndarray]:
-        """A box of each output."""
+        """Return a box of each output."""
         outputs = self._executable.run(arrays, entry=program.entry).values()
         return [a[box_of(of, starts, stops)] for a, of in zip(outputs, self._axes.outputs, strict=True)]
 
@@ -114,7 +114,7 @@ def _is_finite(array: np.ndarray) -> bool:
 
 
 def _same(program: Program, one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
-    """Whether two runs of a program agree, bit for bit unless the framework's own runs differ."""
+    """Return whether two runs of a program agree, bit for bit unless the framework's own runs differ."""
     tolerance = program.golden.tolerance if program.golden else 0.0
     return all(
         a.tobytes() == b.tobytes() or (tolerance > 0 and difference(a, b).within(tolerance))

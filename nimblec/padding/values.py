@@ -51,19 +51,19 @@ class Value:
     is_sized: bool = True
 
     def is_plain(self, axis: int) -> bool:
-        """Whether an axis has one element for each position of the dimension."""
+        """Return whether an axis has one element for each position of the dimension."""
         carrier = self.axes[axis]
         return carrier.inner == 1 and self.shape[axis] == carrier.extent
 
     def counts(self, axis: int, carrier: Carrier) -> bool:
-        """Whether a constant holds along an axis the position of each element on a carrier."""
+        """Return whether a constant holds along an axis the position of each element on a carrier."""
         if self.array is None or self.array.ndim <= axis:
             return False
         places = np.arange(self.array.shape[axis]) // carrier.inner % carrier.extent
         return bool((np.moveaxis(self.array, axis, -1) == places).all())
 
     def is_even(self, axis: int) -> bool:
-        """Whether all elements along an axis are known to be equal."""
+        """Return whether all elements along an axis are known to be equal."""
         if axis in self.stretched:
             return True
         if self.array is None:

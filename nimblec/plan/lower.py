@@ -147,7 +147,7 @@ def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: d
 
 
 def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
-    """Whether a launch may start before that of ``previous``, on the same stream, has ended.
+    """Return whether a launch may start before that of ``previous``, on the same stream, has ended.
 
     A launch that was captured with a programmatic edge from another op's did not know what came before
     it: it waits for whatever does. One from within its op is for that launch alone.

@@ -88,7 +88,7 @@ def _as_it_is(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
 def make_plan(
     graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
 ) -> Plan:
-    """The plan of one graph, without a golden record; see `choose_schedule`."""
+    """Return the plan of one graph, without a golden record; see `choose_schedule`."""
     part = choose_schedule(graph, provenance, timer, streams=streams, memory_limit=memory_limit)
     return assemble([part], provenance)
 
@@ -206,7 +206,7 @@ def _timed(graph: Graph, tried: _Tried, provenance: Provenance, join: Join = _as
 
 
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
-    """The graph without its programmatic edges, if the captured order is faster without them.
+    """Return the graph without its programmatic edges, if the captured order is faster without them.
 
     A kernel that starts early takes room on the multiprocessors from those before it.
     """
@@ -218,7 +218,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
-    """The schedules to try for a policy, the captured order first."""
+    """Yield the schedules to try for a policy, the captured order first."""
     durations = [t.duration_ns for t in graph.tasks]
     if streams == "1":
         yield "1", serial(dag)

@@ -107,7 +107,7 @@ class _Runs(_Interface):
         return self._call(self._signatures[entry], args, kwargs)
 
     def entry(self, name: str | None = None) -> Entry:
-        """The entry called ``name``; by default the only one, or else "main". Raises InputError."""
+        """Return the entry called ``name``; by default the only one, or else "main". Raises InputError."""
         signature = self._signatures[name]
         return Entry(signature, partial(self._call, signature), partial(self.run, entry=signature.name))
 
@@ -192,7 +192,7 @@ class _Runs(_Interface):
             known.clear()
 
     def _choose(self, signature: Signature, arrays: Arrays) -> tuple[Backend, list[Any]]:
-        """The program that takes these arrays and the bound ones in one run, loaded, and its inputs in order."""
+        """Return the program that takes these arrays and the bound ones in one run, loaded, and its inputs in order."""
         bindings = self._bindings[signature.name]
         checked = signature.check(bindings.complete(arrays, self._working.take), self._working.take)
         program = signature.serve_at_once(checked)
@@ -337,7 +337,7 @@ class Context(_Runs):
             self._repeated().enqueue_replay(handle)
 
     def _repeated(self) -> Backend:
-        """The backend of the program that ran last.
+        """Return the backend of the program that ran last.
 
         Raises InputError where its call was split, or a bound array has moved or belongs to another program.
         """

@@ -92,7 +92,7 @@ class Executable(Context):
                 self._idle.append(context)
 
     def _idle_context(self) -> Context | None:
-        """A context for a concurrent call; None where there are none, and no more are made."""
+        """Return a context for a concurrent call; None where there are none, and no more are made."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -156,7 +156,7 @@ class Executable(Context):
 
 
 def _select(plan: Plan, name: str | None) -> Plan:
-    """The plan with the program called ``name`` alone, or as it is."""
+    """Return the plan with the program called ``name`` alone, or as it is."""
     if name is None:
         return plan
     for program in plan.programs:
@@ -227,7 +227,7 @@ def load(
 
 
 def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
-    """The plan with the program to load, or all. Raises PlanInvalidError unless it is valid, InputError."""
+    """Return the plan with the program to load, or all. Raises PlanInvalidError unless it is valid, InputError."""
     if not isinstance(limits, Limits):
         raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     from nimblert.check import hazards, verify

@@ -101,19 +101,19 @@ class _Values:
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
 
     def floats(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments that were float32 and depend on an input."""
+        """Return the arguments that were float32 and depend on an input."""
         return [n for n in node.all_input_nodes if n.op != "get_attr" and self.before[n] == (torch.float32,)]
 
     def constants(self, node: fx.Node) -> list[fx.Node]:
-        """The float32 constants among the arguments."""
+        """Return the float32 constants among the arguments."""
         return [n for n in node.all_input_nodes if n.op == "get_attr" and self.before[n] == (torch.float32,)]
 
     def is_rounded_first(self, node: fx.Node) -> bool:
-        """Whether it is a mask, or hides scores as one does, and may be rounded to half precision."""
+        """Return whether it is a mask, or hides scores as one does, and may be rounded to half precision."""
         return node in self.masks or node in self.huge
 
     def is_huge(self, value: Any) -> bool:
-        """Whether a number or a constant holds finite numbers beyond the range of half precision."""
+        """Return whether a number or a constant holds finite numbers beyond the range of half precision."""
         if isinstance(value, fx.Node):
             constant = self.rewriter.value(value)
             if constant is None or constant.dtype != torch.float32:
@@ -153,7 +153,7 @@ class _Values:
         return self.rewriter.call(_TO, node, dtype=dtype, at=at)
 
     def _round(self, constant: Tensor) -> Tensor:
-        """A constant in half precision; tied ones stay tied."""
+        """Return a constant in half precision; tied ones stay tied."""
         key = (constant.data_ptr(), tuple(constant.shape), constant.stride())
         if key not in self._rounded:
             held = constant.clamp(-self.most / 2, self.most / 2)
@@ -194,7 +194,7 @@ class _Modes:
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
     def _is_single(self, node: fx.Node) -> bool:
-        """Whether a call runs in float32, whatever the precision of its arguments."""
+        """Return whether a call runs in float32, whatever the precision of its arguments."""
         return (
             autocast.is_single(node)
             or self._holds_other_floats(node)
@@ -217,7 +217,7 @@ class _Modes:
         return not is_call(node, _TO) or fake(argument(node, 0)).dtype != torch.bool  # half holds bools exactly
 
     def _is_copy_on_the_way(self, node: fx.Node) -> bool:
-        """Whether it copies, views or bounds a value still in float32, and all its readers take float32."""
+        """Return whether it copies, views or bounds a value still in float32, and all its readers take float32."""
         floats = self._values.floats(node)
         if not floats or any(fake(n).dtype != torch.float32 for n in floats):
             return False
@@ -229,7 +229,7 @@ class _Modes:
         return user.op == "output" or autocast.is_single(user) or is_call(user, _TO)
 
     def _makes_huge(self, node: fx.Node) -> bool:
-        """Whether it computes with numbers that half precision cannot hold, other than to hide or to bound."""
+        """Return whether it computes with numbers that half precision cannot hold, other than to hide or to bound."""
         name = autocast.name(node)
         if name in autocast.PRODUCTS and any(self._values.is_huge(n) for n in self._values.constants(node)):
             return True
@@ -296,7 +296,7 @@ class _Caster:
         )
 
     def _infer(self, node: fx.Node) -> Any:
-        """The results of a call; None where it refuses its arguments."""
+        """Return the results of a call; None where it refuses its arguments."""
         try:
             value = self.rewriter.infer(node)
         except _REFUSALS:
@@ -304,7 +304,7 @@ class _Caster:
         return value if self._kernels.serve(node) else None
 
     def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
-        """Whether results keep their shapes, and have the dtypes that the attempt expects."""
+        """Return whether results keep their shapes, and have the dtypes that the attempt expects."""
         if shapes_of(value) != shapes_of(node.meta["val"]):
             return False
         pairs = list(zip(dtypes_of(value), self._values.before[node], strict=True))
@@ -316,7 +316,7 @@ class _Caster:
         )
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
-        """The attempts to make, in order."""
+        """Yield the attempts to make, in order."""
         in_half = partial(self._values.in_dtype, dtype=self._values.half, at=node)
         if mode is _Mode.HALF:
             yield self._attempt(node, self._values.half, lambda n: n if self._stays(node, n) else in_half(n))
@@ -328,7 +328,7 @@ class _Caster:
         yield self._attempt(node, torch.float32, lambda n: self._values.in_dtype(n, torch.float32, node))
 
     def _accumulates(self, node: fx.Node) -> bool:
-        """Whether a call itself sums half precision into float32."""
+        """Return whether a call itself sums half precision into float32."""
         halves = any(fake(n).dtype == self._values.half for n in self._values.floats(node))
         return halves and autocast.name(node) in autocast.ACCUMULATIONS
 

@@ -62,7 +62,7 @@ class DeviceArray:
 
 
 def place(value: Any) -> tuple[str, int] | None:
-    """The device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array.
+    """Return the device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array.
 
     Raises InputError where its library refuses.
     """
@@ -85,7 +85,7 @@ def is_negated(value: Any) -> bool:
 
 
 def at_once(value: Any) -> "DeviceArray | None":
-    """An array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
+    """Return an array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
 
     Raises InputError where the library refuses.
     """
@@ -117,7 +117,7 @@ def from_host(value: Any) -> np.ndarray:
 
 
 def take(value: Any, stream: int) -> DeviceArray:
-    """An array on a GPU, ready for later work on ``stream``. Raises InputError where its library refuses."""
+    """Return an array on a GPU, ready for later work on ``stream``. Raises InputError where its library refuses."""
     if isinstance(value, DeviceArray):
         return value
     if not hasattr(value, "__dlpack__"):
@@ -159,7 +159,7 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
 
 
 def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
-    """An entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
+    """Return an entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
     if name not in interface:
         raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 requires")
     try:
@@ -224,7 +224,7 @@ class DeviceOutput:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule over the memory, which lives as long as the capsule or its consumer.
+        """Return a capsule over the memory, which lives as long as the capsule or its consumer.
 
         Raises BufferError where a copy or another device is asked for, as the array API standard says.
         """
@@ -256,7 +256,7 @@ class DeviceOutput:
         }
 
     def _given(self) -> DeviceArray:
-        """The array, for another library, whose work on it nobody waits for."""
+        """Return the array, for another library, whose work on it nobody waits for."""
         if (lent := self._array.owner) is not None:
             lent.is_shared = True
         return self._array

@@ -32,7 +32,7 @@ class Signature:
         self._exact = {shapes_of(program.inputs): Served.exactly(program) for program in self.programs}
 
     def largest_input(self, name: str) -> Tensor:
-        """An input in the largest of its sizes. Raises InputError where there is none of this name."""
+        """Return an input in the largest of its sizes. Raises InputError where there is none of this name."""
         if name not in self._names:
             raise InputError(f"input {name!r}: not found, the entry has {list(self._names)}")
         sizes = [tensor for program in self.programs for tensor in program.inputs if tensor.name == name]
@@ -51,7 +51,7 @@ class Signature:
         return {**given, **kwargs}
 
     def check(self, arrays: Mapping[str, Any], take: Take) -> list[np.ndarray | DeviceArray]:
-        """The arrays of a call in the entry's order, given by input name; ``take`` is for those on a GPU.
+        """Return the arrays of a call in the entry's order, given by input name; ``take`` is for those on a GPU.
 
         Raises InputError for names and dtypes that are not the entry's.
         """
@@ -78,7 +78,7 @@ class Signature:
         return None if served is None else served.last.program
 
     def serve_at_once(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program:
-        """The program that serves these arrays in one run. Raises InputError for shapes without one."""
+        """Return the program that serves these arrays in one run. Raises InputError for shapes without one."""
         served = self.serve(arrays)
         if served.count > 1:
             why = why_unserved(self.name, self.programs, tuple([array.shape for array in arrays]))
@@ -148,7 +148,7 @@ def _wrong_names(expected: list[str], given: list[str]) -> str:
 
 
 def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    """The caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
+    """Return the caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
 
     Raises InputError for any other dtype, and for what is no array.
     """

@@ -29,12 +29,12 @@ class Refit:
 
 
 def replaceable(plan: Plan) -> dict[str, Tensor]:
-    """The replaceable weights by name."""
+    """Return the replaceable weights by name."""
     return {tensor.name: tensor for refit in plan.refits for tensor in refit.inputs}
 
 
 def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
-    """The refits that replace these weights; ``take`` is for arrays on a GPU.
+    """Return the refits that replace these weights; ``take`` is for arrays on a GPU.
 
     Raises InputError where an array differs from its weight in dtype or shape, or where a constant is made of several
     weights and one of them is missing.

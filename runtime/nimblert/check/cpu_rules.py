@@ -127,7 +127,7 @@ def _places(accesses: Sequence[Access]) -> set[Place]:
 
 
 def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:
-    """A write of a launch overlaps none of its other accesses: kernels read while they write."""
+    """Yield a write of a launch overlaps none of its other accesses: kernels read while they write."""
     # The end of the last bytes so far, for reads and for writes.
     ends: dict[bool, tuple[Region, int, int]] = {}
     for (region, index, start, nbytes), written in sorted([(p, False) for p in reads] + [(p, True) for p in writes]):

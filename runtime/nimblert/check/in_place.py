@@ -42,5 +42,5 @@ def may_overlap(node: Node, operand: str) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether ONNX Runtime uses the memory of the first operand as the output."""
+    """Return whether ONNX Runtime uses the memory of the first operand as the output."""
     return (node.domain or "", node.op_type or "") in _VIEWS

@@ -240,5 +240,5 @@ def read_model(code: bytes, budget: Budget) -> Model:
 
 
 def write_model(model: Model) -> bytes:
-    """The code of a model, which `read_model` reads."""
+    """Return the code of a model, which `read_model` reads."""
     return write(model, _FIELDS)

@@ -36,7 +36,7 @@ class Operator:
 
 @cache
 def find(domain: str, name: str, opset: int) -> Operator | None:
-    """The operator in version ``opset`` of its domain; None where plans may not call it."""
+    """Return the operator in version ``opset`` of its domain; None where plans may not call it."""
     found = None
     for line in OPERATORS.get(f"{domain}:{name}", "").splitlines():
         since, rest = line.split("/", 1)

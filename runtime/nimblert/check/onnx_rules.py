@@ -98,7 +98,7 @@ def symbol(nodes: Sequence[Node]) -> str:
 
 
 def _name(node: Node) -> str:
-    """The operator with its domain, unless that is ONNX's own."""
+    """Return the operator with its domain, unless that is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type or ""
 
 
@@ -218,7 +218,7 @@ def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, in
 
 
 def _graph_problems(graph: Graph, opsets: Mapping[str, int], known: set[str], *, inner: bool) -> Iterator[str]:
-    """The rules of a graph whose nodes may also read ``known``, the values of the graphs around it."""
+    """Yield the rules of a graph whose nodes may also read ``known``, the values of the graphs around it."""
     own = [*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)]
     for name in own:
         yield from _definition_problems(name, known)
@@ -328,7 +328,7 @@ def _constant_problems(tensor: TensorValue) -> Iterator[str]:
 
 
 def _stored(element_type: int, count: int) -> tuple[dict[str, int], ...]:
-    """The fields that may hold the data of ``count`` elements, each with its number of items."""
+    """Return the fields that may hold the data of ``count`` elements, each with its number of items."""
     if element_type == _STRING:
         return ({"string_data": count},)
     if element_type in _NARROW_BITS:

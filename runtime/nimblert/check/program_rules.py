@@ -118,7 +118,7 @@ def state_problems(plan: Plan) -> Iterator[str]:
 
 
 def _state_accesses(program: Program, *kinds: Callable[[Work], Iterable[Access]]) -> Iterator[tuple[int, Access]]:
-    """The accesses of these kinds, of each command of a program, by its index, to the state."""
+    """Yield the accesses of these kinds, of each command of a program, by its index, to the state."""
     for index, command in program.work:
         for access in chain.from_iterable(kind(command) for kind in kinds):
             if access.pointer.region is Region.STATE and access.nbytes > 0:
@@ -126,7 +126,7 @@ def _state_accesses(program: Program, *kinds: Callable[[Work], Iterable[Access]]
 
 
 def _state_tensor(state: Sequence[Weight], access: Access) -> Weight | None:
-    """The tensor of the state that an access lies in, if it lies in one."""
+    """Return the tensor of the state that an access lies in, if it lies in one."""
     start = access.pointer.offset
     index = bisect_right(state, start, key=lambda tensor: tensor.offset) - 1
     if index < 0:
@@ -221,7 +221,7 @@ _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
 
 
 def _whole(access: Access, plan: Plan, owners: _Owners) -> int | None:
-    """The index of the weight that has exactly these bytes, or None."""
+    """Return the index of the weight that has exactly these bytes, or None."""
     weight = owners.at.get(access.pointer.offset)
     return weight if weight is not None and plan.weights[weight].data.nbytes == access.nbytes else None
 

@@ -298,7 +298,7 @@ class CpuBackend:
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
-    """The offsets of the weights that refits are given or compute."""
+    """Return the offsets of the weights that refits are given or compute."""
     given = {
         tensor.pointer.offset
         for refit in refits
@@ -319,7 +319,7 @@ def _check_events(program: Program) -> None:
 
 
 def _origin(program: Program, command: Command, failure: Exception) -> str:
-    """The op that failed: of a model of several nodes that of the node which ONNX Runtime names.
+    """Return the op that failed: of a model of several nodes that of the node which ONNX Runtime names.
 
     The ops of the nodes follow the op of their launch.
     """

@@ -60,7 +60,7 @@ Serialized with the onnx package, which the runtime does not import."""
 
 @cache
 def onnxruntime() -> ModuleType:
-    """The onnxruntime package, with telemetry off unless the user has set ORT_DISABLE_TELEMETRY."""
+    """Return the onnxruntime package, with telemetry off unless the user has set ORT_DISABLE_TELEMETRY."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import, since version 1.29
     try:
         return import_module("onnxruntime")
@@ -87,7 +87,7 @@ def session_options(pool: Pool | None = None) -> Any:
 
 @cache
 def runtime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of ONNX Runtime, which have no common class but Exception."""
+    """Return the exceptions of ONNX Runtime, which have no common class but Exception."""
     state = onnxruntime().capi.onnxruntime_pybind11_state
     names = (
         "Fail",
@@ -122,7 +122,7 @@ def run_options() -> Any:
 def open_session(
     code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", options: Any = None
 ) -> Any:
-    """An InferenceSession that runs the model without optimizing it.
+    """Return an InferenceSession that runs the model without optimizing it.
 
     ``initializers`` are OrtValues by name, used in place; but kernels keep packed copies of some weights (MatMul, Gemm,
     LSTM ...), which are faster and round differently, unless ``options``, from `session_options`, forbid that.
@@ -138,7 +138,7 @@ def open_session(
 
 
 def ort_value(array: np.ndarray, dtype: str) -> Any:
-    """An OrtValue over the memory of ``array``, without a copy."""
+    """Return an OrtValue over the memory of ``array``, without a copy."""
     return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[dtype])
 
 
@@ -249,7 +249,7 @@ class SessionCache:
             _check_origin(origin)
 
     def over(self, weights: HostWeights) -> "SessionCache":
-        """A cache over other weights, with the sessions that read none of the changed ones."""
+        """Return a cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights, limits=self._limits, keeps_memory=self._keeps_memory)
         made._threads, made._is_default = self._threads, self._is_default
         made._codes, made._pools = self._codes, self._pools
@@ -261,7 +261,7 @@ class SessionCache:
         return made
 
     def __len__(self) -> int:
-        """The number of sessions."""
+        """Return the number of sessions."""
         return len(self._sessions)
 
     def __enter__(self) -> Self:
@@ -299,7 +299,7 @@ class SessionCache:
         return self._pools[id(program)][1]
 
     def bind(self, launch: Launch, pool: Pool, memory: HostMemory, options: Any, where: str) -> "partial[object]":
-        """A call that runs a launch in ``memory``, under these RunOptions.
+        """Return a call that runs a launch in ``memory``, under these RunOptions.
 
         It raises ValueError before a division that would end the process. Raises PlanInvalidError where kernel and
         launch do not fit.
@@ -337,7 +337,7 @@ class SessionCache:
         return self._codes[kernel]
 
     def _session(self, kernel: Kernel, code: _Code, pointers: Mapping[int, Pointer], pool: Pool) -> Any:
-        """The session of a kernel over the weights at these places, by the offset of their parameter."""
+        """Return the session of a kernel over the weights at these places, by the offset of their parameter."""
         initializers = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
         key = (code.code, *(pointers[p.offset] for p in initializers), pool)
         if key not in self._sessions:
@@ -346,7 +346,7 @@ class SessionCache:
         return self._sessions[key].session
 
     def _opened(self, kernel: Kernel, code: _Code, weights: Mapping[str, np.ndarray], pool: Pool) -> _Opened:
-        """The session of a kernel: one of this process with the same weights, or a new one."""
+        """Return the session of a kernel: one of this process with the same weights, or a new one."""
         places = tuple(array.ctypes.data for array in weights.values())
         # A child has none of the threads of its parent.
         key = os.getpid(), code.code, places, pool, self._keeps_memory
@@ -372,7 +372,7 @@ class SessionCache:
         return _opened.setdefault(key, opened) if final else opened
 
     def _weight(self, parameter: Parameter, pointer: Pointer) -> np.ndarray:
-        """The memory of an initializer, which must lie within one weight."""
+        """Return the memory of an initializer, which must lie within one weight."""
         if pointer.region is not Region.WEIGHTS:
             raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
         weight, start = self._weights.find(pointer.offset)
@@ -421,7 +421,7 @@ def _checked_division(run: "partial[object]", dividend: np.ndarray, divisor: np.
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
-    """The element type for IOBinding: numpy's type, or ONNX's number for a dtype that numpy lacks."""
+    """Return the element type for IOBinding: numpy's type, or ONNX's number for a dtype that numpy lacks."""
     return array.dtype.type if array.dtype.isbuiltin == 1 else ELEMENT_TYPES[parameter.dtype]
 
 

@@ -48,7 +48,7 @@ class Pool:
 
 
 def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
-    """The number of threads, by default that of cores, and their processors. Raises InputError."""
+    """Return the number of threads, by default that of cores, and their processors. Raises InputError."""
     if threads is None:
         return cores(), ()
     try:
@@ -85,7 +85,7 @@ def is_large(operator: str, touched_nbytes: int) -> bool:
 
 
 def cores() -> int:
-    """The number of cores that this process may use; processors that share a core count once."""
+    """Return the number of cores that this process may use; processors that share a core count once."""
     return len({_core(processor) for processor in _processors()})
 
 
@@ -97,7 +97,7 @@ def _processors() -> frozenset[int]:
 
 @cache
 def _core(processor: int) -> str:
-    """The processors that share a core with this one, as Linux lists them."""
+    """Return the processors that share a core with this one, as Linux lists them."""
     path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
     try:
         return path.read_text()

@@ -119,7 +119,7 @@ class Streams:
             open_gate(gate)
 
     def _refusal(self, command: Command, failure: Exception) -> InputError:
-        """The error to raise where a command failed."""
+        """Return the error to raise where a command failed."""
         said = str(failure).rstrip()
         no_memory = isinstance(failure, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
         what = "needs more memory than there is" if no_memory else "failed on these inputs"

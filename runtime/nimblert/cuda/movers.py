@@ -59,11 +59,11 @@ class GatherKernels:
         return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in _ITEMSIZES}
 
     def mover(self, gather: Gather, itemsize: int) -> Mover:
-        """A mover for this gather, of elements of ``itemsize`` bytes."""
+        """Return a mover for this gather, of elements of ``itemsize`` bytes."""
         return _GatherMover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
 
     def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> Mover:
-        """A mover from an array of the tensor's shape with these ``strides``, in elements, to the tensor.
+        """Return a mover from an array of the tensor's shape with these ``strides``, in elements, to the tensor.
 
         Raises InputError where no kernel can do it; ``side`` is the kind of tensor, for the message.
         """
@@ -257,7 +257,7 @@ def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
 
 
 def _words(value: int, tensor: Tensor) -> list[int]:
-    """The bits of an element of this value, in words of at most 4 bytes."""
+    """Return the bits of an element of this value, in words of at most 4 bytes."""
     itemsize = ITEM_NBYTES[tensor.dtype]
     # A zero is all zero bits, also in bfloat16, which numpy lacks.
     if not value:

@@ -38,14 +38,14 @@ class DeviceState:
         upload_region(self._uploader, self._base, self._plan.state)
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes, as uint8."""
+        """Return a copy of ``nbytes`` bytes, as uint8."""
         host = np.empty(nbytes, np.uint8)
         if nbytes:
             call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
         return host
 
     def copy(self, tensor: Tensor) -> DeviceOutput:
-        """A copy of a tensor in device memory."""
+        """Return a copy of a tensor in device memory."""
         block = self._pool.take(tensor.span_nbytes, DEFAULT_STREAM)
         if tensor.span_nbytes:
             call("cuMemcpyDtoD", block.address, self._base + tensor.pointer.offset, tensor.span_nbytes)

@@ -109,7 +109,7 @@ _KINDS = {
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
-    """The place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
+    """Return the place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
 
     Raises NimbleError where anything but a regular file is there.
     """

@@ -497,7 +497,7 @@ _LISTED = 4
 
 
 def listed(texts: Sequence[str]) -> str:
-    """The first few of these, as a repr lists them."""
+    """Return the first few of these, as a repr lists them."""
     return ", ".join(texts if len(texts) <= _LISTED else (*texts[:_LISTED], "..."))
 
 
@@ -506,7 +506,7 @@ def _brief(tensor: Tensor | Weight) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a number without a fraction, numpy's too; True is not one."""
+    """Return whether it is a number without a fraction, numpy's too; True is not one."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
