@@ -19,7 +19,7 @@ import numpy as np
 
 from nimblec.base.difference import Difference, difference, same_numbers
 from nimblec.cpu.reference import Node
-from nimblec.inspect.parts import Result, model_of, parts_of
+from nimblec.inspect.parts import NodeResult, model_of, parts_of
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.cpu import onnx_session
 from nimblert.executable import Executable
@@ -147,7 +147,7 @@ class _Held:
         self._executable = executable
         self._command = command
 
-    def read(self, result: Result) -> np.ndarray:
+    def read(self, result: NodeResult) -> np.ndarray:
         """Return the bytes of a value."""
         if result.pointer is not None:
             return self._executable.read(result.pointer, result.nbytes)

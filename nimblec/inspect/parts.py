@@ -15,7 +15,7 @@ _VALUES = frozenset({Region.ARENA, Region.INPUT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class NodeResult:
     """A value that a command computes; ``dtype`` is "" where the plan does not tell it.
 
     It is in memory of the plan (``pointer``), or it is the value ``name`` between the nodes of the command's model.
@@ -33,7 +33,7 @@ class Part:
 
     op: int
     reads_values: bool
-    results: tuple[Result, ...]
+    results: tuple[NodeResult, ...]
 
 
 def parts_of(plan: Plan, command: Work) -> Sequence[Part]:
@@ -41,7 +41,7 @@ def parts_of(plan: Plan, command: Work) -> Sequence[Part]:
     if plan.target is Target.CPU and isinstance(command, Launch):
         return _nodes(plan, command)
     reads = [access.pointer.region for access in command.reads] if isinstance(command, Launch) else []
-    results = tuple(Result(nbytes=access.nbytes, pointer=access.pointer) for access in writes(command))
+    results = tuple(NodeResult(nbytes=access.nbytes, pointer=access.pointer) for access in writes(command))
     return [Part(op=command.op, reads_values=not _VALUES.isdisjoint(reads), results=results)]
 
 
@@ -58,7 +58,7 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
     outputs = {p.name: p for p in kernel.parameters if p.kind is ParameterKind.OUTPUT}
     values = {p.name for p in kernel.parameters if pointers[p.offset].region in _VALUES}
     bound = {
-        name: Result(
+        name: NodeResult(
             nbytes=prod(p.shape) * ITEM_NBYTES[p.dtype], dtype=p.dtype, pointer=pointers[p.offset], name=name
         )
         for name, p in outputs.items()
@@ -69,7 +69,7 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
     graph = model_of(plan, launch).graph or Graph()
     for name, dtype, shape in map(declared, graph.value_info):
         nbytes = prod(shape or ()) * ITEM_NBYTES[dtype or ""]
-        bound[name or ""] = Result(nbytes=nbytes, dtype=dtype or "", name=name or "")
+        bound[name or ""] = NodeResult(nbytes=nbytes, dtype=dtype or "", name=name or "")
     return [
         Part(
             op=launch.op + 1 + number,

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from nimblec.graph.rewriter import bound
 from nimblec.padding.folds import ABSORBING, if_equal, is_least, is_low, is_one, is_zero, never, of_choice, to_any
-from nimblec.padding.rules import Step, flat_along, product
+from nimblec.padding.rules import Propagation, flat_along, product
 from nimblec.padding.values import Number, Proof, Shape, Value, constant, given, prove
 
 Axes: TypeAlias = Sequence[str | None]
@@ -76,7 +76,7 @@ class _Call:
     def __init__(self, node: fx.Node, values: Mapping[fx.Node, Any], name: str) -> None:
         self.node = node
         self.kind = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else str(node.target)
-        self.step = Step(f"{self.kind.strip('_')} {node.meta.get('source') or node.name!r}", name)
+        self.step = Propagation(f"{self.kind.strip('_')} {node.meta.get('source') or node.name!r}", name)
         self.arguments: dict[str, Any] = {}
         if isinstance(node.target, OpOverload):
             self.arguments = fx.map_arg(bound(node), values.__getitem__)

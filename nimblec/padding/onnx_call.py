@@ -12,7 +12,7 @@ from onnx import GraphProto, NodeProto, TypeProto, helper, numpy_helper, shape_i
 from onnx.external_data_helper import uses_external_data
 
 from nimblec.onnx_import.model_nodes import first_output, operator_name, read_names, subgraphs
-from nimblec.padding.rules import Step
+from nimblec.padding.rules import Propagation
 from nimblec.padding.values import Number, Shape, Value, constant
 
 _MOST_FOLDED = 1 << 21
@@ -74,7 +74,7 @@ class Call:
         self.operands = [value for value in self.inputs if value is not None]
         self.opset = scope.opsets.get(node.domain, 1)
         self.attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        self.step = Step(f"{self.kind} {first_output(node)!r}", scope.name)
+        self.step = Propagation(f"{self.kind} {first_output(node)!r}", scope.name)
         self.types = self._inferred()
 
     def run(self) -> list[Value]:

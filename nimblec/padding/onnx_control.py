@@ -8,7 +8,7 @@ from onnx import TensorProto, TypeProto
 from nimblec.onnx_import.model_nodes import subgraphs
 from nimblec.padding.folds import of_choice
 from nimblec.padding.onnx_call import Call, UnknownUseError, rule, tensor_type
-from nimblec.padding.rules import Step
+from nimblec.padding.rules import Propagation
 from nimblec.padding.values import Value
 
 _MOST_ROUNDS = 8
@@ -89,7 +89,7 @@ def _stacked(value: Value, shape: tuple[int, ...]) -> Value:
     return replace(value, shape=shape, axes=axes, array=None, stretched=frozenset())
 
 
-def _either(step: Step, one: Value, other: Value) -> Value:
+def _either(step: Propagation, one: Value, other: Value) -> Value:
     """Return a value that is one of two."""
     if not (one.is_sized and one.shape == other.shape):
         return step.unknown([one, other], None)

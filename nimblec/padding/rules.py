@@ -1,7 +1,7 @@
 """The kinds of operators: how the results of each depend on a dimension, given how its operands do.
 
 Every rule takes the shape of its result, and assumes that numbers are finite: 0 times anything is 0. What no rule
-knows is `Step.unknown`.
+knows is `Propagation.unknown`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -192,7 +192,7 @@ class _Arithmetic(_Outcome):
         return self._mixed([x], result)
 
 
-class Step(_Arithmetic):
+class Propagation(_Arithmetic):
     """One call of an operator; these move elements."""
 
     __slots__ = ()
@@ -300,7 +300,7 @@ class Step(_Arithmetic):
         return self._mixed(operands, replace(result, axes={**result.axes, along: joined}), "joins along")
 
 
-def product(step: Step, left: Value, right: Value, shape: Shape) -> Value:
+def product(step: Propagation, left: Value, right: Value, shape: Shape) -> Value:
     """Return a product of matrices with batches, or of vectors."""
     batch = "abcdefghijkl"[: max(len(left.shape), len(right.shape), 2) - 2]
     one, other = (batch[len(batch) + 2 - len(value.shape) :] if len(value.shape) > 2 else "" for value in (left, right))
