@@ -15,7 +15,7 @@ from nimblec.cpu.constants import TensorType
 from nimblec.graph.topological_order import topological_order
 from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_nodes
-from nimblert.check import in_place
+from nimblert.check import onnx_operators
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
 """Operators that change a part of a tensor; out of place they copy all of it."""
@@ -81,7 +81,7 @@ def _may_overlap(node: NodeProto, value: str) -> bool:
     """Whether a node may write over ``value``: it does not read it, or only as an operand that it may overwrite."""
     positions = {i for i, name in enumerate(node.input) if name == value}
     return value not in model_nodes.read_names(node) or (
-        bool(positions) and positions <= set(in_place.operands(node.domain, node.op_type))
+        bool(positions) and positions <= set(onnx_operators.overwritable(node.domain, node.op_type))
     )
 
 

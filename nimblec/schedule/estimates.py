@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nimblec.base.ir import Graph, KernelWork, Schedule, Task
-from nimblert.cpu.onnx_threads import is_large
+from nimblert.cpu.streams import is_large
 from nimblert.plan import ITEM_NBYTES, Kernel, ParameterKind, Target
 
 

@@ -13,7 +13,7 @@ import nimblert
 from bench import cpu_overhead, cpu_service, cpu_streams, environment
 from bench.cpu_overhead import SETTINGS
 from nimblec.plan import encoder
-from nimblert.cpu import onnx_session, onnx_threads
+from nimblert.cpu import onnx_session, streams
 
 pytestmark = pytest.mark.skipif(find_spec("onnxruntime") is None, reason="needs onnxruntime")
 
@@ -56,7 +56,7 @@ def test_plan_and_session_have_default_options(
         asked.append((given, options))
         return load(*given, **options)
 
-    def choosing(pool: onnx_threads.Pool | None = None) -> Any:
+    def choosing(pool: streams.Pool | None = None) -> Any:
         pools.append(pool)
         return options_of(pool)
 
@@ -72,7 +72,7 @@ def test_plan_and_session_have_default_options(
     allowed = os.sched_getaffinity(0)
     try:
         rows = cpu_overhead.measure_setting(setting, ["m"], tmp_path, 0.01)
-        cores = onnx_threads.cores()
+        cores = streams.cores()
     finally:
         os.sched_setaffinity(0, allowed)
     assert rows["m"]["bit_exact"]

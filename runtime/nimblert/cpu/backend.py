@@ -26,8 +26,7 @@ from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
-from nimblert.cpu.onnx_threads import Threads
-from nimblert.cpu.streams import Step, Streams, open_gate, pass_gate
+from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.plan.dimensions import Shapes

@@ -23,9 +23,9 @@ from nimblert.check import division
 from nimblert.check.onnx_model import ELEMENT_TYPES, Graph, Model, Value, read_model, write_model
 from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN, declared, symbol
 from nimblert.check.protobuf import Budget
-from nimblert.cpu import onnx_threads
+from nimblert.cpu import streams
 from nimblert.cpu.host_memory import HostMemory, HostWeights
-from nimblert.cpu.onnx_threads import Pool, Threads, Waiting
+from nimblert.cpu.streams import Pool, Threads, Waiting
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 from nimblert.plan.files import scratch_folder
@@ -208,7 +208,7 @@ class _Code:
         sizes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
         sizes |= {name: prod(shape) * ITEM_NBYTES.get(dtype, 0) for name, (dtype, shape) in self.inner.items()}
         return any(
-            onnx_threads.is_large(symbol([node]), sum(sizes.get(name, 0) for name in {*node.input, *node.output}))
+            streams.is_large(symbol([node]), sum(sizes.get(name, 0) for name in {*node.input, *node.output}))
             for node in self.graph.node
         )
 
@@ -233,7 +233,7 @@ class SessionCache:
     ) -> None:
         self._plan = plan
         self._weights = weights
-        self._threads = onnx_threads.checked(threads)
+        self._threads = streams.checked(threads)
         self._limits = limits
         self._keeps_memory = keeps_memory
         self._is_default = threads is None
@@ -281,7 +281,7 @@ class SessionCache:
     def streams_by_thread(self, program: Program) -> list[range]:
         """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""
         most = None if self._is_default else self._threads[0]
-        return onnx_threads.streams_by_thread(program.stream_count, most)
+        return streams.streams_by_thread(program.stream_count, most)
 
     def pools(self, program: Program) -> Mapping[int, Pool]:
         """Return the threads of each launch of a program, by the index of its command.
@@ -294,7 +294,7 @@ class SessionCache:
                 limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
                 raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
             large = [self._code(launch.kernel).is_large for launch in launches.values()]
-            pools = onnx_threads.pools(large, program.stream_count, self._threads)
+            pools = streams.pools(large, program.stream_count, self._threads)
             self._pools[id(program)] = program, dict(zip(launches, pools, strict=True))
         return self._pools[id(program)][1]
 
