@@ -79,11 +79,6 @@ _OVERWRITABLE = {
 
 IN_PLACE = frozenset(_OVERWRITABLE)
 
-_VIEWS = frozenset(
-    {("", "Flatten"), ("", "Identity"), ("", "Reshape"), ("", "Squeeze"), ("", "Unsqueeze")}
-    | {("com.microsoft", "ExpandDims")}
-)
-
 
 def overwritable(domain: str, operator: str) -> tuple[int, ...]:
     """The positions of the operands that an operator's output may overwrite, if they have its dtype and shape."""
@@ -99,8 +94,3 @@ def may_overlap(node: Node, operand: str) -> bool:
         return False
     positions = {position for position, name in enumerate(node.input) if name == operand}
     return positions <= set(overwritable(node.domain or "", node.op_type or ""))
-
-
-def is_view(node: Node) -> bool:
-    """Return whether ONNX Runtime uses the memory of the first operand as the output."""
-    return (node.domain or "", node.op_type or "") in _VIEWS
