@@ -51,8 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--as-users",
         action="store_true",
-        help="use threads, vector code, headers, torch's tables and the checks of new plans as users do, which takes "
-        "about 1.5 times as long",
+        help="use threads, vector code, torch's tables and the checks of new plans as users do",
     )
 
 
@@ -120,7 +119,7 @@ def _lasting_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _warm(request: pytest.FixtureRequest) -> None:
     """Share the common start of compilations between tests, once the modules are imported."""
     if request.config.getoption("--as-users"):
         return
@@ -132,11 +131,6 @@ def _warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         import lean_checks
 
         lean_checks.fork_lean_processes()
-    if "torch._inductor.cpp_builder" in sys.modules:
-        import quick_kernels
-
-        own = tmp_path_factory.getbasetemp()
-        quick_kernels.install(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,7 @@ def module(name: str) -> Module:
 def constant(*values: float, name: str = "w", kind: BufferKind = BufferKind.CONSTANT, storage: int = 0) -> Buffer:
     data = memoryview(np.array(values, np.float32).tobytes())
     shape = (len(values),)
-    return Buffer(
-        kind=kind, nbytes=data.nbytes, name=name, dtype="float32", shape=shape, data=data, storage=storage
-    )
+    return Buffer(kind=kind, nbytes=data.nbytes, name=name, dtype="float32", shape=shape, data=data, storage=storage)
 
 
 def graph(code: str, *buffers: Buffer, smem: int = 0, written: int | None = None) -> Graph:

@@ -45,9 +45,7 @@ def rated(tmp_path: Path) -> Path:
     return write_model(tmp_path / "rated.onnx", nodes, inputs, outputs, constants=constants)
 
 
-def test_an_input_becomes_a_constant_and_chooses_its_branch(
-    rated: Path, tmp_path: Path, nimblec: CommandLine
-) -> None:
+def test_an_input_becomes_a_constant_and_chooses_its_branch(rated: Path, tmp_path: Path, nimblec: CommandLine) -> None:
     np.save(tmp_path / "scale.npy", np.array([1, 2, 4], np.float32))
     scale = f"scale={tmp_path / 'scale.npy'}"
     plan = tmp_path / "m.plan"
@@ -79,6 +77,7 @@ def test_constants_in_python(rated: Path) -> None:
 
 def test_the_cuda_target_takes_them_from_its_request(rated: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from nimblec.base.source import Source
+
     options = read_options(dims={"n": 2}, constants={"rate": "16000", "scale": np.array([2], bfloat16)})
     source = Source(kind="onnx", model=str(rated))
     CompileRequest(source=source, options=options, output=tmp_path / "m.plan", sys_path=()).save(tmp_path)
@@ -177,9 +176,7 @@ def test_what_is_no_number_is_refused(given: Any) -> None:
         (["rate=1", "--constant", "rate=2"], "input 'rate' was given twice: give it once"),
     ],
 )
-def test_the_command_line_refuses(
-    rated: Path, tmp_path: Path, nimblec: CommandLine, given: list[str], sentence: str
-) -> None:
+def test_command_refuses(rated: Path, tmp_path: Path, nimblec: CommandLine, given: list[str], sentence: str) -> None:
     said = nimblec.refused("compile", rated, "-o", tmp_path / "m.plan", "--target", "cpu", "--constant", *given)
     assert sentence in said
 

@@ -55,9 +55,7 @@ def test_each_entry_computes_what_its_module_does(plan: Plan) -> None:
 
 
 def test_weights_are_stored_once(plan: Plan) -> None:
-    alone = nimblec.compile(
-        entry_models.Head().eval(), torch.zeros(3, 16), target="cpu", plan_cache=None
-    )
+    alone = nimblec.compile(entry_models.Head().eval(), torch.zeros(3, 16), target="cpu", plan_cache=None)
     shared = {bytes(weight.data) for weight in alone.weights}
     assert shared <= {bytes(weight.data) for weight in plan.weights}
     assert sum(w.data.nbytes for w in plan.weights) < 1.5 * sum(w.data.nbytes for w in alone.weights)
@@ -106,7 +104,7 @@ def test_sizes_are_those_of_the_entries() -> None:
             nimblec.compile(model, target="cpu", inputs={"rows": (4, 16)})
 
 
-def test_a_state_that_entries_share_is_one_again_where_their_files_are_read(tmp_path: Path) -> None:
+def test_shared_state_is_one_when_read(tmp_path: Path) -> None:
     source, *_ = hand_over(find_source(entry_models.counting, None, None, tmp_path), Options(), tmp_path)
     shared = {name: part.shared for name, part in source.entries}
     assert shared == {"add": (("total", 0),), "total": (("counter.total", 0),)}

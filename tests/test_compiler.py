@@ -23,16 +23,14 @@ except nimblec.CompileError as exc:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("onnx", "cpu"), ("scipy", "cpu")])
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, extra: str) -> None:
+def test_missing_package_names_its_extra(name: str, extra: str) -> None:
     model = str(Path(__file__).parents[1] / "samples" / "digits.onnx")
     code = BLOCKED.format(name=name, model=model)
     assert python(code) == f"{name} is not installed, and this needs it: pip install 'nimblec[{extra}]'\n"
 
 
 def test_a_package_that_torch_needs_to_export_a_module_is_named() -> None:
-    code = BLOCKED.format(name="onnx_ir", model="identity").replace(
-        "'identity'", "torch.nn.Identity(), torch.ones(1)"
-    )
+    code = BLOCKED.format(name="onnx_ir", model="identity").replace("'identity'", "torch.nn.Identity(), torch.ones(1)")
     assert python("import torch" + code) == (
         "onnx_ir is not installed, and this needs it: pip install 'nimblec[compile]'\n"
     )
@@ -58,9 +56,7 @@ def test_a_name_of_nothing_is_refused(model: str, sentence: str) -> None:
         nimblec.compile(model, target="cpu")
 
 
-def test_a_compilation_without_a_folder_for_temporary_files_says_what_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_needs_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No such .*: set TMPDIR"):
         nimblec.compile(Path(__file__).parents[1] / "samples" / "digits.onnx", target="cpu")

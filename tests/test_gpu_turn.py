@@ -1,8 +1,6 @@
 """Processes that time kernels on a GPU wait for each other."""
 
-import errno
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -39,10 +37,7 @@ def is_taken(path: Path) -> bool:
 
 def holder(path: Path) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment(),
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
@@ -67,27 +62,10 @@ def test_one_that_never_ends_is_not_waited_for_forever(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_the_lock_can_be_had_again(tmp_path: Path) -> None:
-    for _ in range(2):
-        with locked(tmp_path / "gpu.lock", pauses=FOR_EVER):
-            pass
-
-
 def test_nobody_waits_where_no_file_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with locked(tmp_path / "file" / "gpu.lock"):
         assert not (tmp_path / "file").is_dir()
-
-
-def test_nobody_waits_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    reached = False
-    with locked(tmp_path / "gpu.lock"):
-        reached = True
-    assert reached
 
 
 def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +95,6 @@ def test_who_waits_is_next(tmp_path: Path) -> None:
             order.append("again")
         waiting.join()
     assert order == ["waited", "again"] * 5
-
-
-def test_without_a_home_folder_there_is_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown() -> Path:
-        raise RuntimeError
-
-    monkeypatch.setattr(Path, "home", unknown)
-    with gpu_turn.timing_alone():
-        pass
 
 
 @pytest.fixture

@@ -22,20 +22,7 @@ from nimblec.plan.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import arrange, serial
-from nimblert.plan import (
-    Access,
-    Launch,
-    Memcpy,
-    Memset,
-    Op,
-    Pointer,
-    Record,
-    Region,
-    Relocation,
-    Tensor,
-    Wait,
-    Weight,
-)
+from nimblert.plan import Access, Launch, Memcpy, Memset, Op, Pointer, Record, Region, Relocation, Tensor, Wait, Weight
 
 
 def test_every_kind_of_buffer_finds_its_region() -> None:
@@ -171,7 +158,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_launch_may_start_early_after_any_launch_of_another_op_on_its_stream(order: str) -> None:
+def test_launch_starts_early_after_other_op(order: str) -> None:
     schedule, expected = ORDERS[order]
     tasks = [
         kernel((), (access(0),), op=0),
@@ -181,7 +168,7 @@ def test_a_launch_may_start_early_after_any_launch_of_another_op_on_its_stream(o
     assert _early(tasks, schedule) == expected
 
 
-def test_a_launch_that_its_own_op_let_start_early_does_so_after_that_alone() -> None:
+def test_launch_starts_early_after_own_op() -> None:
     tasks = [
         kernel((), (access(0),), op=0),
         kernel((access(0),), (), op=0, programmatic_after=0),

@@ -8,7 +8,7 @@ from nimblec.base.installation import processor
 from nimblec.cpu.timing import CpuTimer
 
 
-def test_a_process_that_may_use_fewer_processors_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_processors_have_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for count in (1, 4):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: set(range(count)))

@@ -1,7 +1,5 @@
 """Measuring: statistics of made-up times, threads that run at once, errors and Ctrl-C in the middle."""
 
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,26 +26,6 @@ def test_percentiles_lie_between_the_times_around_them() -> None:
 
 def test_throughput_counts_the_runs_of_all_threads() -> None:
     assert measurement(1.0, 1.0, 2.0, seconds=2.0).throughput == 1.5
-
-
-def test_without_runs_there_are_no_figures() -> None:
-    assert (measurement(seconds=0.0).summary(), measurement(seconds=0.0).throughput) == ({}, 0.0)
-
-
-def test_threads_run_beside_each_other() -> None:
-    """Each run waits for one in every other thread."""
-    together = threading.Barrier(3, timeout=20)
-    runs: list[int] = []
-
-    def last() -> None:
-        together.wait()
-        runs.append(1)
-        if len(runs) == 20:
-            together.abort()
-
-    with pytest.raises(threading.BrokenBarrierError):
-        measure([last, together.wait, together.wait], warm_up=0.0, duration=60.0)
-    assert len(runs) == 20
 
 
 def test_every_run_after_the_warm_up_counts_for_its_time() -> None:
@@ -84,23 +62,6 @@ def test_what_a_run_raises_ends_all_threads() -> None:
     assert len(runs) == 5
 
 
-def test_ctrl_c_ends_all_threads() -> None:
-    runs: list[int] = []
-
-    def call() -> None:
-        runs.append(1)
-        if len(runs) == 10:
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.001)
-
-    with pytest.raises(KeyboardInterrupt):
-        measure([call, call], warm_up=60.0, duration=60.0)
-    time.sleep(0.1)
-    count = len(runs)
-    time.sleep(0.1)
-    assert len(runs) == count
-
-
 @pytest.mark.parametrize(
     ("count", "warm_up", "duration", "sentence"),
     [
@@ -127,7 +88,7 @@ def test_the_slowest_commands_are_those_of_the_largest_median() -> None:
     assert slowest(profiles) == [command(1, 21), command(0, 11)]
 
 
-def test_threads_take_turns_at_fewer_items_and_each_item_has_one_at_a_time() -> None:
+def test_threads_take_turns_at_items() -> None:
     busy: set[str] = set()
     used: set[str] = set()
     lock = threading.Lock()
@@ -145,13 +106,3 @@ def test_threads_take_turns_at_fewer_items_and_each_item_has_one_at_a_time() -> 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: once(), range(60)))
     assert used == {"a", "b"}
-
-
-def test_an_item_is_free_again_after_a_failure() -> None:
-    def fail(_: str) -> None:
-        raise ValueError("no")
-
-    once = taking_turns(["a"], fail)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            once()

@@ -55,7 +55,7 @@ def test_auto_keeps_the_fastest_and_says_what_was_tried() -> None:
     assert not list(hazards(program))
 
 
-def test_launches_that_start_early_are_tried_in_their_captured_order_and_apart() -> None:
+def test_early_launches_are_tried_both_ways() -> None:
     graph = _branches()
     ops = tuple(Op(name=str(n), source="") for n, _ in enumerate(graph.tasks))
     tasks = (
@@ -90,7 +90,7 @@ def test_timed_launches_have_no_accesses() -> None:
 
 
 @pytest.mark.parametrize(("fastest", "count"), [(995, 1), (951, 1), (949, 3)])
-def test_auto_keeps_captured_order_unless_more_is_saved_than_noise(fastest: int, count: int) -> None:
+def test_auto_keeps_order_within_noise(fastest: int, count: int) -> None:
     plan = make_plan(_branches(), PROVENANCE, _StreamTimer({1: 1000, 2: 1000, 3: fastest}))
     assert plan.programs[0].stream_count == count
 
@@ -114,7 +114,7 @@ def test_auto_takes_a_noisy_time_for_an_upper_bound(fastest: int, count: int) ->
 
 
 @pytest.mark.parametrize("target", Target)
-def test_choice_without_timer_is_by_estimates_and_stores_no_times(target: Target) -> None:
+def test_choice_without_timer_estimates(target: Target) -> None:
     """Chains of equal large tasks fill the machine one after the other; small ones are faster side by side."""
     found = {}
     for nbytes in (1 << 10, 1 << 26):
@@ -183,7 +183,7 @@ def test_a_memory_limit_that_suffices_changes_nothing() -> None:
     assert plan.programs[0].stream_count == 3
 
 
-def test_auto_tries_numbers_of_streams_below_the_widest_and_up_to_the_timers() -> None:
+def test_auto_tries_stream_counts() -> None:
     four = dataflow((), *[(0,)] * 4, (1, 2, 3, 4))
     timer = _StreamTimer({})
     assert _tried(four, timer) == {"1", "2", "max"}

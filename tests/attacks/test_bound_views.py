@@ -39,8 +39,7 @@ def two_rows(room: int, given: tuple[int, ...], taken: tuple[int, ...]) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("given", "taken", "side"),
-    [((8, 1), (4, 1), "inputs"), ((4, 1), (8, 1), "outputs"), ((4, 1), (1, 3), "outputs")],
+    ("given", "taken", "side"), [((8, 1), (4, 1), "inputs"), ((4, 1), (8, 1), "outputs"), ((4, 1), (1, 3), "outputs")]
 )
 def test_verify_refuses_layouts_with_gaps(given: tuple[int, ...], taken: tuple[int, ...], side: str) -> None:
     strides = given if side == "inputs" else taken

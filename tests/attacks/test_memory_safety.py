@@ -25,10 +25,7 @@ def disguised(call: NodeProto, model: Sequence[Any], claimed: Sequence[Any], out
     """
     said, needed = (
         node_plan(
-            *(np.ones(shape, dtype) for dtype, shape in operands),
-            call=call,
-            outputs=[("float32", output)],
-            kind=kind,
+            *(np.ones(shape, dtype) for dtype, shape in operands), call=call, outputs=[("float32", output)], kind=kind
         )
         for operands in (claimed, model)
     )
@@ -48,9 +45,7 @@ CALLS: list[tuple[NodeProto, Shape]] = [
 @pytest.mark.parametrize("kind", ["external", "input"])
 @pytest.mark.parametrize(("needed", "claimed"), DTYPES, ids=str)
 @pytest.mark.parametrize(("call", "output"), CALLS, ids=lambda value: getattr(value, "op_type", ""))
-def test_verify_refuses_another_dtype_than_the_model_has(
-    call: NodeProto, output: Shape, needed: str, claimed: str, kind: str
-) -> None:
+def test_verify_refuses_foreign_dtype(call: NodeProto, output: Shape, needed: str, claimed: str, kind: str) -> None:
     """ONNX Runtime takes the memory for what the model says: it reads or writes past the region."""
     plan = disguised(call, [(needed, (64, 64))], [(claimed, (64, 64))], output, kind)
     what = "initializers" if kind == "external" else "inputs"
@@ -111,9 +106,7 @@ SMALLER: list[tuple[NodeProto, list[Any], list[Any], Shape]] = [
 
 @pytest.mark.parametrize("kind", ["external", "input"])
 @pytest.mark.parametrize(("call", "needed", "claimed", "output"), SMALLER, ids=[case[0].op_type for case in SMALLER])
-def test_verify_refuses_another_shape_than_the_model_has(
-    call: NodeProto, needed: Any, claimed: Any, output: Shape, kind: str
-) -> None:
+def test_verify_refuses_foreign_shape(call: NodeProto, needed: Any, claimed: Any, output: Shape, kind: str) -> None:
     what = "initializers" if kind == "external" else "inputs"
     found = refusal(disguised(call, needed, claimed, output, kind)).split("; ")
     assert found[0].startswith("kernels[0].parameters: ")

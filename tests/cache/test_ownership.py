@@ -38,9 +38,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "sentence"), CHANGES)
-def test_plan_cache_leaves_folder_that_others_may_write(
-    model: Path, options: Options, change: Change, sentence: str
-) -> None:
+def test_plan_cache_leaves_writable_folder(model: Path, options: Options, change: Change, sentence: str) -> None:
     """Another user's plan was taken for the own one, where the umask was 000."""
     stub = Compiler()
     compiled(stub, model, options)
@@ -57,7 +55,7 @@ def test_plan_cache_leaves_folder_that_others_may_write(
 
 @pytest.mark.parametrize(("change", "sentence"), CHANGES)
 @pytest.mark.parametrize("suffix", [".plan", ".json"])
-def test_plan_cache_replaces_file_that_others_may_write(
+def test_plan_cache_replaces_writable_file(
     model: Path, options: Options, change: Change, sentence: str, suffix: str
 ) -> None:
     stub = Compiler()

@@ -22,11 +22,6 @@ def swap_records(plan: Path, record: Path) -> None:
     assert plan.exists()
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def change_record(record: Path, **changes: object) -> None:
     record.write_text(json.dumps(json.loads(record.read_text()) | changes))
 
@@ -56,8 +51,6 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "a record nested too deep": lambda _, record: record.write_text("[" * 100_000),
     "an absurd time": lambda _, record: change_record(record, seconds=1e300),
     "no time": lambda _, record: change_record(record, seconds=float("nan")),
-    "a pipe for a plan": lambda plan, _: pipe(plan),
-    "a pipe for a record": lambda _, record: pipe(record),
 }
 
 
@@ -135,37 +128,3 @@ def test_two_processes_at_once_leave_one_good_plan(tmp_path: Path, model: Path) 
     assert c == d
     assert c in (a, b)  # each measured for itself, and the later one is kept
     assert sorted(path.suffix for path in (tmp_path / "plans").iterdir()) == [".json", ".plan"]
-
-
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-from nimblec.plan import plan_cache
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-{patch}
-plan_cache.PlanCache(Path(sys.argv[1])).keep(sys.argv[2], Path(sys.argv[3]), (), 1.0)
-"""
-KILLS = {
-    "while it copies": "shutil.copyfile = lambda _, to: (to.write_bytes(b'pl'), die())",
-    "before the plan is there": "Path.replace = die",
-    "before the record is there": "replace = Path.replace\n"
-    "Path.replace = lambda path, to: die() if to.suffix == '.json' else replace(path, to)",
-}
-
-
-@pytest.mark.parametrize("when", KILLS)
-def test_a_killed_process_leaves_nothing_that_is_used(tmp_path: Path, when: str) -> None:
-    folder, plan, output = tmp_path / "plans", tmp_path / "p", tmp_path / "out"
-    folder.mkdir()
-    plan.write_bytes(b"plan")
-    code = KILLED.format(patch=KILLS[when])
-    arguments = [sys.executable, "-c", code, str(folder), KEY, str(plan)]
-    assert subprocess.run(arguments, env=environment(), check=False).returncode < 0
-    cache = PlanCache(folder)
-    assert cache.copy(KEY, output) == (None, None)
-    assert cache.keep(KEY, plan, ("note",), 1.0) is None
-    assert sorted(path.name for path in folder.iterdir()) == [f"{KEY}.json", f"{KEY}.plan"]
-    found, _ = cache.copy(KEY, output)
-    assert found is not None
-    assert (found.notes, output.read_bytes()) == (("note",), b"plan")

@@ -3,11 +3,8 @@
 import json
 import os
 import struct
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from command_line import CommandLine
 from plans import cuda_plan
 from subprocesses import ROOT
 
-from nimblec.plan import timing_cache
 from nimblec.plan.planning import Measured
 from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert.plan import Command, Device, Launch, Memcpy, Memset, Plan, Pointer, Region, Wait
@@ -88,24 +84,6 @@ def test_cache_keeps_no_noisy_times(tmp_path: Path) -> None:
     assert [cached.duration(plan).ns // 10_000 for _ in range(2)] == [3, 3]
 
 
-def test_cache_without_file_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    cache = TimingCache(None)
-    cache["a"] = 1
-    cache.save()
-    assert (cache["a"], cache.notes, list(tmp_path.iterdir())) == (1, (), [])
-
-
-def test_code_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[object] = []
-    monkeypatch.setattr(timing_cache, "sha256", lambda content: (hashed.append(content), sha256(content))[1])
-    plan = cuda_plan()
-    cached = CachedTimer(_CountingTimer(), TimingCache(tmp_path / "t.json"), Device(name="x"))
-    for _ in range(2):
-        cached.duration(plan)
-    assert [sum(content is module.code for content in hashed) for module in plan.modules] == [1] * len(plan.modules)
-
-
 NEW = Memset(stream=0, op=0, dst=Pointer(region=Region.ARENA), value=0, element_nbytes=4, count=1000)
 COMMANDS = cuda_plan().programs[0].commands
 LAUNCH = next(index for index, command in enumerate(COMMANDS) if isinstance(command, Launch))
@@ -173,22 +151,6 @@ def test_saving_keeps_what_another_process_wrote(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_saving_at_the_same_time_keeps_all(tmp_path: Path) -> None:
-    path, count = tmp_path / "t.json", 8
-    barrier = threading.Barrier(count)
-
-    def save(number: int) -> None:
-        cache = TimingCache(path)
-        cache[str(number)] = number
-        barrier.wait()
-        cache.save()
-
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(save, range(count)))
-    assert json.loads(path.read_text()) == {str(number): number for number in range(count)}
-    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
-
-
 @pytest.mark.parametrize("content", [b"important text", b"\x08\x08\x12", b"\xff"])
 def test_a_file_of_somebody_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes.txt"
@@ -226,11 +188,6 @@ def test_what_is_damaged_is_told_and_replaced(tmp_path: Path, content: str) -> N
     assert (again["a"], again.notes) == (1, ())
 
 
-def test_an_empty_file_is_an_empty_cache(tmp_path: Path) -> None:
-    (tmp_path / "t.json").touch()
-    assert TimingCache(tmp_path / "t.json").notes == ()
-
-
 def test_a_cache_that_cannot_be_written_or_is_no_file_is_told(tmp_path: Path) -> None:
     """The measurements are in the plan by then: nothing is lost but time."""
     (tmp_path / "file").write_text("")
@@ -245,9 +202,7 @@ def test_a_cache_that_cannot_be_written_or_is_no_file_is_told(tmp_path: Path) ->
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_home_that_cannot_be_written_is_a_note(
-    nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timing_cache_notes_sealed_home(nimblec: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
     done = nimblec("compile", ROOT / "samples" / "digits.onnx", "-o", tmp_path / "d.plan", "--target", "cpu")
     assert (done.status, done.err) == (0, "")

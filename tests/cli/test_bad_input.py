@@ -48,15 +48,6 @@ def assert_untouched(output: Path) -> None:
 # --- models
 
 
-def test_unknown_operators_are_all_named(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
-    nodes = [node("Frob", ["x"], ["a"], name="first"), node("Grob", ["a"], ["y"], name="second", domain="my.ops")]
-    model = write_model(tmp_path / "m.onnx", nodes, [floats("x", 2)], [floats("y", 2)])
-    sentence = nimblec.refused("compile", model, "-o", output, "--target", "cpu", "-q")
-    assert "node 'first': unknown operator Frob (opset 18)" in sentence
-    assert "node 'second': unknown operator my.ops.Grob" in sentence
-    assert_untouched(output)
-
-
 @pytest.fixture
 def dynamic(tmp_path: Path) -> Path:
     """A model of a dynamic batch and length."""
@@ -76,6 +67,8 @@ def dynamic(tmp_path: Path) -> Path:
         (["--dim", "rows=2"], ["--dim rows: no input has a dimension of that name", "'batch', 'length'"]),
         (["--dim", "batch=2", "--dim", "batch=3"], ["--dim batch: given twice"]),
         (["--input", "x:2x3", "--input", "z:2x4"], ["--input z: dimension 'length' is 4, --input x makes it 3"]),
+        (["--input", "q:2"], ["--input q: the model has no such input; its inputs are 'x', 'z'"]),
+        (["--input", "x:2x3", "--input", "x:2x3"], ["--input x: given twice"]),
         (["--input", "x:2x3x4"], ["--input x: 3 dimensions, the model's input has 2 (?x?)"]),
         (["--input", "x:2x3:int64"], ["--input x: dtype int64, the model's input has float32"]),
     ],
@@ -105,9 +98,7 @@ def test_an_example_that_does_not_fit_is_named_as_one(
     assert_untouched(output)
 
 
-def test_an_example_gives_the_sizes_that_no_option_gives(
-    nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path
-) -> None:
+def test_compile_takes_sizes_of_example(nimblec: CommandLine, dynamic: Path, tmp_path: Path, output: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 3), np.float32))
     options = ("--target", "cpu", "-q", "--example", f"x={tmp_path / 'a.npy'}")
     assert nimblec("compile", dynamic, "-o", output, *options).status == 0
@@ -130,9 +121,7 @@ def doubling_functions(path: Path, levels: int) -> Path:
     return path
 
 
-def test_functions_that_double_are_counted_before_they_are_written_out(
-    nimblec: CommandLine, tmp_path: Path, output: Path
-) -> None:
+def test_compile_counts_functions_first(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
     compile_ = ("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
     doubling_functions(tmp_path / "m.onnx", 60)
     assert "expands to more than 1,000,000 nodes once the functions that it calls" in nimblec.refused(*compile_)
@@ -145,9 +134,7 @@ def test_functions_that_double_are_counted_before_they_are_written_out(
     assert nimblec(*compile_).status == 0
 
 
-def test_what_onnx_runtime_refuses_is_told_without_its_source(
-    nimblec: CommandLine, tmp_path: Path, output: Path
-) -> None:
+def test_compile_tells_runtime_refusal(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
     bfloat16 = [(name, TensorProto.BFLOAT16, (2, 2)) for name in "xy"]
     write_model(tmp_path / "m.onnx", [node("MatMul", ["x", "x"], ["y"], name="mm")], bfloat16[:1], bfloat16[1:])
     sentence = nimblec.refused("compile", tmp_path / "m.onnx", "-o", output, "--target", "cpu", "-q")
@@ -181,12 +168,7 @@ HUGE = "9" * 5000
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--input", f"x:{HUGE}"),
-        ("--dim", f"n={HUGE}"),
-        ("--memory-limit", HUGE),
-        ("--streams", HUGE),
-    ],
+    [("--input", f"x:{HUGE}"), ("--dim", f"n={HUGE}"), ("--memory-limit", HUGE), ("--streams", HUGE)],
 )
 def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str, value: str) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", option, value)
@@ -196,9 +178,7 @@ def test_a_number_of_5000_digits(nimblec: CommandLine, output: Path, option: str
 
 
 @pytest.mark.parametrize("options", [["-O1"], ["-O2"], *(["--precision", p] for p in ("fp16", "bf16", "tf32"))])
-def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
-    nimblec: CommandLine, output: Path, options: list[str]
-) -> None:
+def test_compile_refuses_cuda_options_on_cpu(nimblec: CommandLine, output: Path, options: list[str]) -> None:
     sentence = nimblec.refused("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options)
     assert sentence.startswith(f"{' '.join(options)}: only CUDA plans have ")
     assert_untouched(output)
@@ -207,13 +187,6 @@ def test_what_only_a_cuda_plan_has_is_refused_for_the_cpu(
 def test_what_a_cpu_plan_does_anyway_may_be_asked_for(nimblec: CommandLine, output: Path) -> None:
     options = ("-O0", "--precision", "fp32", "--max-error", "0")
     assert nimblec("compile", DIGITS, "-o", output, "--target", "cpu", "-q", *options).status == 0
-
-
-def test_dimensions_by_name(nimblec: CommandLine, dynamic: Path, output: Path) -> None:
-    options = ("--dim", "batch=2", "--dim", "length=3", "--input", "x:4x3")
-    done = nimblec("compile", dynamic, "-o", output, "--target", "cpu", "-q", *options)
-    assert (done.status, done.err) == (0, "")
-    assert [tensor.shape for tensor in read_plan(output).programs[0].inputs] == [(4, 3), (4, 3)]
 
 
 def test_missing_or_short_external_data(nimblec: CommandLine, tmp_path: Path, output: Path) -> None:
@@ -276,9 +249,7 @@ def test_a_plan_may_not_replace_what_it_is_made_of(nimblec: CommandLine, tmp_pat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_plan_may_not_replace_the_data_file_of_its_model_nor_what_else_is_no_plan(
-    nimblec: CommandLine, tmp_path: Path
-) -> None:
+def test_compile_refuses_to_replace_data(nimblec: CommandLine, tmp_path: Path) -> None:
     model, data, empty = tmp_path / "m.onnx", tmp_path / "m.data", tmp_path / "empty"
     whole = onnx.load(DIGITS)
     onnx.save(whole, model, save_as_external_data=True, location=data.name, size_threshold=256)
@@ -396,21 +367,6 @@ def digits(tmp_path: Path) -> Path:
     path.parent.mkdir()
     nimblec.compile(DIGITS, target="cpu").save(path)
     return path
-
-
-def test_scratch_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / ".nimblec-file").touch()
-    (tmp_path / ".nimblec-folder").mkdir()  # has no lock: perhaps it is just being made
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "lock").touch()
-    (tmp_path / ".nimblec-link").symlink_to(target)
-    with scratch_folder(tmp_path):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".nimblec-file", ".nimblec-folder", ".nimblec-link", "target",
-    ]  # fmt: skip
-    assert (target / "lock").exists()
 
 
 # --- the same bytes each time

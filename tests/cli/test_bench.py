@@ -77,7 +77,7 @@ def test_the_profile_lists_the_commands_with_their_ops(
     assert sum(" launch " in line for line in out.splitlines()) == len(ops)
 
 
-def test_the_given_inputs_are_those_that_run(
+def test_bench_runs_given_inputs(
     nimblec: CommandLine, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.arange(4, dtype=np.float32)
@@ -112,10 +112,6 @@ def test_the_given_inputs_are_those_that_run(
 )
 def test_wrong_arguments_are_refused(nimblec: CommandLine, path: Path, arguments: list[str], words: str) -> None:
     assert words in nimblec.refused("bench", path, *arguments)
-
-
-def test_a_missing_plan_is_refused(nimblec: CommandLine, tmp_path: Path) -> None:
-    assert nimblec.refused("bench", tmp_path / "none.plan").endswith("none.plan: no such file")
 
 
 STUCK = """

@@ -8,16 +8,15 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from command_line import OLD_PLAN, CommandLine
+from command_line import CommandLine
 from plans import cpu_plan, pointer
 
-from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.options import InputSpec, NamedInput, Options, read_spec
 from nimblec.base.stages import Observer
 from nimblec.cli import arguments
 from nimblec.cli.interrupts import INTERRUPTED
 from nimblec.plan import encoder
-from nimblert.errors import InputError, NimbleError
+from nimblert.errors import InputError
 from nimblert.plan import Region, Target, Tensor
 
 # --- notations
@@ -66,10 +65,6 @@ def test_file_names_are_safe_and_distinct() -> None:
     assert (files["a/b:0"], files["a_b_0"]) == ("a_b_0.npy", "a_b_0_2.npy")
 
 
-def test_names_made_distinct_do_not_meet_other_names() -> None:
-    assert len(set(arguments.file_names(["a", "A", "a_2", "a:2"]).values())) == 4
-
-
 def test_bfloat16_survives_npy_files(tmp_path: Path) -> None:
     array = np.array([1.5, -2], ml_dtypes.bfloat16)
     (path,) = arguments.write_arrays(tmp_path / "new" / "dir", {"x": array})
@@ -77,19 +72,6 @@ def test_bfloat16_survives_npy_files(tmp_path: Path) -> None:
     restored = arguments.restore_dtype(arguments.read_array(path), tensor)
     assert restored.dtype == array.dtype
     assert np.array_equal(restored, array)
-
-
-def test_a_failed_write_leaves_the_old_array_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments.write_arrays(tmp_path, {"x": np.arange(3)})
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(arguments.np, "save", full)
-    with pytest.raises(NimbleError, match=r"x\.npy: cannot be written: No space left on device"):
-        arguments.write_arrays(tmp_path, {"x": np.zeros(3)})
-    assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
-    assert np.load(tmp_path / "x.npy").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x93NUMPY\x01", b"\x93NUMPY\x01\x00\xff\xff{"])
@@ -168,9 +150,7 @@ def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, com
         (("compile", "m.onnx", "-o", "p", "-v", "-q"), "--quiet"),
     ],
 )
-def test_wrong_usage_is_one_sentence_that_points_to_help(
-    nimblec: CommandLine, args: tuple[str, ...], words: str
-) -> None:
+def test_usage_error_points_to_help(nimblec: CommandLine, args: tuple[str, ...], words: str) -> None:
     sentence = nimblec.refused(*args)
     assert words in sentence
     assert "--help" in sentence
@@ -191,9 +171,8 @@ def test_python_dash_m_is_the_command_line(monkeypatch: pytest.MonkeyPatch) -> N
 class Compiler(ModuleType):
     """Stands in for nimblec.compiler: writes a plan of another model and remembers what it was asked."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__("nimblec.compiler")
-        self.error = error
         self.asked: list[tuple[object, Options]] = []
 
     @staticmethod
@@ -205,8 +184,6 @@ class Compiler(ModuleType):
         """Pretend two stages."""
         self.asked.append((model, options))
         observer("capture", None)
-        if self.error:
-            raise self.error
         observer("capture", 1.234)
         plan = cpu_plan()
         encoder.write(plan, output)
@@ -232,27 +209,14 @@ def test_compile_hands_on_what_was_asked_and_reports(nimblec: CommandLine, compi
     ((model, options),) = compiler.asked
     assert model == "pkg.module:make"
     assert options.target == "cpu"
-    assert options.inputs == (
-        InputSpec(name="x", shape=(1, 4)),
-        InputSpec(name="ids", shape=(4,), dtype="int64"),
-    )
+    assert options.inputs == (InputSpec(name="x", shape=(1, 4)), InputSpec(name="ids", shape=(4,), dtype="int64"))
     assert options.dims == (("batch", 4), ("a=b + 1", 7))
     assert options.sizes == (("rows", (3, 4, 8, 16, 20)), ("columns", (2, 8)))
     ((name, array),) = options.examples
     assert (name, array.tolist()) == ("ids", [0, 1, 2, 3])
     assert done.err == "note: pkg.module:make is code that runs with your rights: compile only what you trust\n"
     assert done.out.splitlines()[:2] == ["target: cpu (asked for auto)", "note: mind [this]"]
-    for words in (
-        "kernels",
-        "2 (2 launches)",
-        "modules",
-        "weights",
-        "arena",
-        "256 B",
-        "file",
-        "1.23 s",
-        "12.3 ms",
-    ):
+    for words in ("kernels", "2 (2 launches)", "modules", "weights", "arena", "256 B", "file", "1.23 s", "12.3 ms"):
         assert words in done.out
     assert f"wrote {tmp_path / 'm.plan'}" in done.out.replace("\n", "")
 
@@ -270,25 +234,18 @@ def test_a_callable_is_imported_from_the_current_directory(
 
 
 def test_verbose_prints_stages_and_quiet_nothing(nimblec: CommandLine, compiler: Compiler, tmp_path: Path) -> None:
-    assert compiler.error is None
+    del compiler
     verbose = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-v")
     assert "capture: 1.23 s" in verbose.err.splitlines()
     quiet = nimblec("compile", "m.onnx", "-o", tmp_path / "m.plan", "-q")
     assert (quiet.status, quiet.out, quiet.err) == (0, "", "")
 
 
-def test_a_refused_model_is_one_sentence_and_touches_nothing(
-    nimblec: CommandLine, compiler: Compiler, tmp_path: Path
-) -> None:
-    compiler.error = UnsupportedModelError("node 'n' (Frob):\n no such operator")
-    output = tmp_path / "m.plan"
-    output.write_bytes(OLD_PLAN)
-    assert nimblec.refused("compile", "m.onnx", "-o", output, "-q") == "node 'n' (Frob): no such operator"
-    assert output.read_bytes() == OLD_PLAN
-    traced = nimblec("compile", "m.onnx", "-o", output, "-q", "--debug")
+def test_debug_shows_the_traceback(nimblec: CommandLine, tmp_path: Path) -> None:
+    traced = nimblec("compile", "none.onnx", "-o", tmp_path / "m.plan", "--debug")
     assert traced.status == 2
     assert "Traceback" in traced.err
-    assert traced.err.splitlines()[-1] == "nimblec: node 'n' (Frob): no such operator"
+    assert traced.err.splitlines()[-1].startswith("nimblec: none.onnx")
 
 
 def test_a_missing_or_repeated_example_is_refused(nimblec: CommandLine, compiler: Compiler, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -44,39 +43,6 @@ def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
         assert process.wait(60) == 128 + signal.SIGINT
         assert stages.read().startswith("optimise: ")
     assert not (tmp_path / "m.plan").exists()
-
-
-def test_native_code_without_end_is_interrupted(tmp_path: Path) -> None:
-    code = (
-        "import sys, numpy, onnxruntime\n"
-        "from nimblec.cli.interrupts import prompt_interrupts\n"
-        "session = onnxruntime.InferenceSession(sys.argv[1])\n"
-        "with prompt_interrupts():\n"
-        "    print('there', flush=True)\n"
-        "    session.run(None, {'x': numpy.ones(2, numpy.float32)})\n"
-    )
-    command = [sys.executable, "-P", "-c", code, str(endless(tmp_path / "m.onnx"))]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout as said:
-        assert said.readline() == "there\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)  # it is in the loop by then
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 128 + signal.SIGINT
-
-
-def test_nothing_is_left_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    handler, files = signal.getsignal(signal.SIGINT), sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(RuntimeError, match="can't start new thread"), prompt_interrupts():
-        pass
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert signal.set_wakeup_fd(-1) == -1
-    assert sorted(Path("/proc/self/fd").iterdir()) == files
 
 
 def test_python_code_is_interrupted_as_ever() -> None:

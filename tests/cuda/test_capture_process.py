@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, unforeseen
-from nimblec.base.options import Options
-from nimblec.base.source import Source
 from nimblec.cuda import compile as cuda
-from nimblec.cuda.request import CompileRequest
 
 STARTS_ANOTHER = """
 import subprocess, sys
@@ -37,34 +34,6 @@ def test_nothing_that_it_started_outlives_it(first: str, tmp_path: Path) -> None
         assert time.monotonic() < begin + 10
         time.sleep(0.01)
     assert process.returncode is not None
-
-
-FORKS_AND_DIES = """
-import os, signal, time
-if os.fork() == 0:
-    time.sleep(60)
-    os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_that_it_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """A fork has the other end of the pipe, too."""
-    (tmp_path / "torch.py").write_text(FORKS_AND_DIES)
-    source, sys_path = Source(kind="callable", model="a:b"), (str(tmp_path), *filter(None, sys.path))
-    CompileRequest(source=source, options=Options(), output=tmp_path / "a.plan", sys_path=sys_path).save(tmp_path)
-    begin = time.monotonic()
-    with pytest.raises(CompileError, match=r"^the capture process was killed by SIGKILL in the stage "):
-        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
-    assert time.monotonic() < begin + 30
-
-
-def test_nothing_is_left_open_where_it_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    files = sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(FileNotFoundError, match="missing"):
-        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
-    assert sorted(Path("/proc/self/fd").iterdir()) == files
 
 
 def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:

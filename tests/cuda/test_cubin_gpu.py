@@ -178,9 +178,7 @@ def test_the_kernel_that_prints_loads_and_runs(cubin: bytes) -> None:
 @pytest.mark.skipif(not CAPTURED, reason="needs captured cubins: NIMBLEC_CUBINS names no directory with any")
 @pytest.mark.parametrize("path", CAPTURED, ids=lambda path: path.name)
 @pytest.mark.usefixtures("architecture")
-def test_kernels_cut_out_of_captured_cubins_load_with_their_attributes(
-    path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_cubin_cut_kernels_load(path: Path, record_property: Callable[[str, object], None]) -> None:
     whole = path.read_bytes()
     kernels = sorted(entry_symbols(whole))
     if not kernels:

@@ -97,7 +97,7 @@ def test_our_kernels_compute_in_bfloat16_what_eager_does(gpu_compiler: "GpuCompi
     _compare(gpu_compiler.plan("awkward_models:half_network", level=2), "half_network")
 
 
-def test_what_breaks_a_rewrite_closes_the_level_not_the_compilation(tmp_path: Path) -> None:
+def test_rewrite_failure_closes_level_only(tmp_path: Path) -> None:
     options = Options(target="cuda", level=1)
     made = compile_model("gpu_models:breaking", options=options, output=tmp_path / "m", observer=lambda *_: None)
     assert "-O1 is not possible for this model, which is compiled as by -O0" in made.notes

@@ -3,26 +3,21 @@
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from nimblec.base.errors import TraceError
 from nimblec.base.ir import BufferKind, Graph, KernelWork
-from nimblec.cuda.capture import record, tasks
+from nimblec.cuda.capture import tasks
 from nimblec.cuda.capture.allocator import STEP_NBYTES, Shift, Target
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Content
-from nimblec.cuda.capture.capture import ByteRange, OpRecord, ValueDependentError
+from nimblec.cuda.capture.capture import ByteRange, OpRecord
 from nimblec.cuda.capture.foreign import ForeignMemory
 from nimblec.cuda.capture.generator import GeneratorError, GeneratorMemory, find_memory
 from nimblec.cuda.capture.nodes import Function, KernelNode
 from nimblec.cuda.capture.relocation import Relocator
 from nimblec.pytorch.generator import MARK
-from nimblec.pytorch.model import TorchModel
-from nimblec.pytorch.state import Writing
 from nimblec.schedule.dependencies import dependencies
 
 SIZES = (256, 8, 8, 8, 8, 256, 64)
@@ -198,92 +193,3 @@ def test_what_no_run_writes_is_a_constant_unless_it_is_state(monkeypatch: pytest
     graph, _ = captured(monkeypatch, state=False)
     kinds = {buffer.name: buffer.kind for buffer in graph.buffers}
     assert (kinds["generator.seed"], kinds["generator.offset"]) == (BufferKind.CONSTANT, BufferKind.STATE)
-
-
-class Drawing(Writing):
-    """A module that has a generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = ()
-        self.draws = SimpleNamespace()  # type: ignore[assignment]
-
-
-class Recorder(record.ModelRecorder):
-    """Whose captures find no generator."""
-
-    def __init__(self, module: Drawing) -> None:
-        model = TorchModel(module=module, args=(), kwargs={}, inputs=())
-        allocator = SimpleNamespace(release=lambda: self.calls.append(("release", False)))
-        shared = SimpleNamespace(code=None, allocator=allocator, loaded=frozenset())
-        super().__init__(model, shared, ())  # type: ignore[arg-type]
-        self.calls: list[tuple[str, bool]] = []
-        self.fails = False
-
-    def _warm_up(self) -> None:
-        self.calls.append(("warm up", self._model.module.draws is not None))
-        if self.fails and self._generator is not None:
-            raise GeneratorError("it is elsewhere")
-
-    def _record(self) -> Any:
-        self.calls.append(("record", self._generator is not None))
-        if self._generator is not None:
-            raise GeneratorError("it is elsewhere")
-        return self._notes
-
-
-def test_where_it_is_not_found_the_numbers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "find_residents", lambda *_: [])
-    recorder = Recorder(Drawing())
-    note = "random numbers are not those that PyTorch draws: it is elsewhere"
-    recorder.warm_up()
-    assert recorder.record() == [note]  # type: ignore[comparison-overlap]
-    recorded = [("warm up", False), ("record", False), ("release", False)]
-    assert recorder.calls == [("warm up", True), ("record", True), *recorded]
-    recorder = Recorder(Drawing())
-    recorder.fails = True
-    recorder.warm_up()
-    assert recorder.record() == [note]  # type: ignore[comparison-overlap]
-    assert recorder.calls == [("warm up", True), *recorded]
-
-
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [(TraceError("no"), GeneratorError), (ValueDependentError("values"), ValueDependentError)],
-)
-def test_a_capture_that_fails_is_tried_without_it(
-    monkeypatch: pytest.MonkeyPatch, error: TraceError, raised: type[TraceError]
-) -> None:
-    """Unless it would fail anyway."""
-
-    def fail(*_: object, generator: object, **_options: object) -> None:
-        given.append(generator)
-        raise error
-
-    given: list[object] = []
-    monkeypatch.setattr(record, "find_residents", lambda *_: [])
-    monkeypatch.setattr(record, "capture", fail)
-    recorder = Recorder(Drawing())
-    recorder._allocator = SimpleNamespace(allocating_in=nullcontext)  # type: ignore[assignment]
-    recorder._generator = SimpleNamespace(capturing=lambda: nullcontext("its generator"))  # type: ignore[assignment]
-    with pytest.raises(raised):
-        recorder._capture(FIRST)  # type: ignore[arg-type]
-    recorder._generator = None
-    with pytest.raises(type(error)):
-        recorder._capture(FIRST)  # type: ignore[arg-type]
-    assert given == ["its generator", None]
-
-
-def test_a_capture_that_moves_on_by_another_number_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "find_residents", lambda *_: [])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    recorder = Recorder(Drawing())
-    recorder._generator = SimpleNamespace(used=12)  # type: ignore[assignment]
-    graph = SimpleNamespace(instantiate=lambda: None)
-    for used in (12, 8):
-        capture: Any = SimpleNamespace(graph=graph, replay=lambda: None, generator=SimpleNamespace(used=used))
-        if used == 12:
-            recorder._replay(capture)
-        else:
-            with pytest.raises(GeneratorError, match="moves by 8 in a capture, by 12 in a plain run"):
-                recorder._replay(capture)

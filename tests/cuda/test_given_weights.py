@@ -36,9 +36,7 @@ def captured(module: Module) -> Graph:
         kind = BufferKind.STATE if name == "written" else BufferKind.CONSTANT
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape, nbytes = tuple(tensor.shape), storage.nbytes()
-        buffers.append(
-            Buffer(kind=kind, nbytes=nbytes, name=name, dtype=dtype, shape=shape, storage=storage._cdata)
-        )
+        buffers.append(Buffer(kind=kind, nbytes=nbytes, name=name, dtype=dtype, shape=shape, storage=storage._cdata))
     return Graph(modules=(), kernels=(), buffers=tuple(buffers), ops=(), tasks=(), inputs=(), outputs=())
 
 
@@ -46,7 +44,7 @@ def model(module: torch.nn.Module) -> TorchModel:
     return TorchModel(module=module, args=(), kwargs={}, inputs=())
 
 
-def test_tensors_that_fill_their_storage_in_c_order_may_be_replaced() -> None:
+def test_given_weights_are_dense_tensors() -> None:
     module = Module()
     graph = with_weights(captured(module), model(module), as_it_runs=True)
     assert graph.weights == (("whole", 0), ("count", 3))
@@ -54,7 +52,7 @@ def test_tensors_that_fill_their_storage_in_c_order_may_be_replaced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_none_of_a_model_that_was_rewritten_or_compiled_or_came_from_onnx() -> None:
+def test_given_weights_need_a_plain_module() -> None:
     module = Module()
     every = {"whole", "part", "turned", "count", "written"}
     for original, as_it_runs in (

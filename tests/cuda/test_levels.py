@@ -102,7 +102,7 @@ def test_passes_are_noted_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", ["1", "max"])
-def test_level_2_writes_parts_of_a_concatenation_where_they_belong(tmp_path: Path, streams: str) -> None:
+def test_level_2_writes_concatenations_in_place(tmp_path: Path, streams: str) -> None:
     options = Options(target="cuda", level=2, streams=streams)
     made = compile_model("gpu_models:concatenating", options=options, output=tmp_path / "m", observer=lambda *_: None)
     program = made.plan.programs[0]

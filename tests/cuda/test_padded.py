@@ -17,7 +17,7 @@ from copying import copying, drawn, laid_out, on_host, strides
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import CudaError, Executable, InputError
+from nimblert import Executable
 from nimblert.arrays import layouts
 from nimblert.arrays.layouts import element_strides, numpy_dtype
 from nimblert.cuda import graph
@@ -156,31 +156,6 @@ def test_calls_of_many_sizes_are_one_launch_each(model: Executable, put: Put, ho
         assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
     assert host.calls["cuGraphLaunch"] == len(tensors)
     assert host.calls.keys() <= {"cuCtxSetCurrent", "cuGraphLaunch", "cuStreamSynchronize", "cuCtxRecordEvent"}
-
-
-@on_host
-def test_arrays_of_symbolic_sizes_are_refused_after_calls_too(model: Executable, put: Put) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    tensor = put(drawn(1, (5, *REST), "int64") + 7)
-    model(tensor)
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
-        fake = mode.from_tensor(tensor, static_shapes=False)
-    with pytest.raises(InputError, match="input 'x': "):
-        model(fake)
-    assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
-
-
-@on_host
-def test_a_call_that_fails_is_an_error_and_the_next_one_runs(model: Executable, put: Put, host: HostDriver) -> None:
-    tensor = put(drawn(1, (5, *REST), "int64") + 7)
-    for _ in range(20):
-        host.failing["cuGraphLaunch"] = host.CUresult.CUDA_ERROR_UNKNOWN
-        with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
-            model(tensor)
-        host.failing.clear()
-        assert torch.equal(torch.from_dlpack(model(tensor)), tensor)
 
 
 def test_arrays_of_the_host_come_between(model: Executable, put: Put) -> None:

@@ -48,7 +48,10 @@ DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
 ON_HOST = Setting(device="cpu", at_any_cost=False)
 
 
-def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Callable[[TorchModel], list[Variant]]:
+Level = Callable[[TorchModel], list[Variant]]
+
+
+def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Level:
     """The one variant of a model that pipelines make."""
 
     def variants(model: TorchModel) -> list[Variant]:
@@ -61,7 +64,7 @@ def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Callable[[TorchModel
 level_1 = by(*FUSED_REGIONS.pipelines)
 
 
-def level_2(dtype: torch.dtype | None) -> Callable[[TorchModel], list[Variant]]:
+def level_2(dtype: torch.dtype | None) -> Level:
     """All kernels of -O2 and the rewrites before them, as for a GPU; the kernels' definitions run on the host."""
     setting = Setting(device="cuda", dtype=dtype, use=first(SM_90))
     return by(*TRITON_NORMS.pipelines[:-1], setting=setting)
@@ -79,22 +82,30 @@ def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args:
         assert one.isfinite().all()
 
 
+def remade(make: Callable[[int], nn.Module], args: Sequence[Tensor], level: Level) -> Refittable[str]:
+    """What is made of the network of one seed, checked with the weights of another."""
+    module, other = make(0), make(1)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = make_refittable(of_modules({"main": place(module, tuple(args), device="cpu")}), level)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
+    assert not found.kept
+    assert set(found.weights) == {key for key, tensor in before.items() if tensor.is_floating_point()}
+    (fresh,) = level(place(other, tuple(args), device="cpu"))
+    assert_remade(found, other.state_dict(), fresh.make(), args)
+    return found
+
+
 LEVELS = {"-O1": level_1, "-O2": level_2(None), "-O2 fp16": level_2(torch.float16)}
 
 
-NETWORKS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    "resnet": lambda: (resnet.ResNet(width=8, classes=10, stages=(1, 2)), (torch.randn(1, 3, 32, 32),)),
-    "mobilenet": lambda: (mobilenet.MobileNet(classes=10, depth=(1, 2, 0, 0, 0, 0, 0)), (torch.randn(1, 3, 32, 32),)),
-    "inception": lambda: (inception.Inception(width=16, blocks=2, classes=10), (torch.randn(1, 3, 32, 32),)),
-    "bert": lambda: (bert.Bert(vocabulary=100, width=64, heads=4, layers=1), bert.small()[1]),
+IMAGE = torch.randn(1, 3, 32, 32)
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "resnet": (lambda: resnet.ResNet(width=8, classes=10, stages=(1, 2)), (IMAGE,)),
+    "mobilenet": (lambda: mobilenet.MobileNet(classes=10, depth=(1, 2, 0, 0, 0, 0, 0)), (IMAGE,)),
+    "inception": (lambda: inception.Inception(width=16, blocks=2, classes=10), (IMAGE,)),
+    "bert": (lambda: bert.Bert(vocabulary=100, width=64, heads=4, layers=1), bert.small()[1]),
 }
 """Smaller than those of `families`, of the same kinds of blocks: each level makes the same kinds of calls of them."""
-
-
-def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A network with weights of this seed, and its inputs."""
-    module, args = NETWORKS[name]()
-    return randomised(module, seed), args
 
 
 @pytest.mark.parametrize(
@@ -108,30 +119,16 @@ def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     ],
 )
 def test_recipes_make_what_a_fresh_compile_does(name: str, how: str) -> None:
-    level = LEVELS[how]
-    (module, args), (other, _) = family(name, 0), family(name, 1)
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level)
-    for key, tensor in module.state_dict().items():
-        assert torch.equal(tensor, before[key]), key
-    assert not found.kept
-    assert set(found.weights) == {key for key, tensor in before.items() if tensor.is_floating_point()}
-    (fresh,) = level(place(other, args, device="cpu"))
-    assert_remade(found, other.state_dict(), fresh.make(), args)
+    remade(lambda seed: randomised(NETWORKS[name][0](), seed), NETWORKS[name][1], LEVELS[how])
 
 
 @pytest.mark.parametrize("how", ["-O2", "-O2 fp16"])
 def test_weights_that_lie_channels_last(how: str) -> None:
-    level = LEVELS[how]
-    (module, (image,)), (other, _) = family("resnet", 0), family("resnet", 1)
-    for each in (module, other):
-        each.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    args = (image.to(memory_format=torch.channels_last),)
-    found = make_refittable(of_modules({"main": place(module, args, device="cpu")}), level)
-    assert set(found.weights) == {key for key, tensor in module.state_dict().items() if tensor.is_floating_point()}
+    make, (image,) = NETWORKS["resnet"]
+    last: Any = torch.channels_last
+    args = (image.to(memory_format=last),)
+    found = remade(lambda seed: randomised(make(), seed).to(memory_format=last), args, LEVELS[how])
     assert all(tensor.is_contiguous() for tensor in found.weights.values())
-    (fresh,) = level(place(other, args, device="cpu"))
-    assert_remade(found, other.state_dict(), fresh.make(), args)
 
 
 @pytest.mark.parametrize("how", ["-O1", "-O2"])
@@ -173,29 +170,17 @@ def passes(*runs: Callable[..., object], takes: tuple[str, ...] = ()) -> Pipelin
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_joined_padded_and_cast_weights(dtype: torch.dtype) -> None:
-    x = torch.rand(2, 32)
     setting = Setting(device="cpu", dtype=dtype)
-    variants = by(passes(cast, takes=("dtype",)), passes(join_linears, align_weights), setting=setting)
-    module, other = (randomised(Projections(), seed) for seed in (0, 1))
-    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
-    assert not found.kept
-    assert set(found.weights) == set(module.state_dict())
-    (fresh,) = variants(place(other, (x,), device="cpu"))
-    assert_remade(found, other.state_dict(), fresh.make(), [x])
+    level = by(passes(cast, takes=("dtype",)), passes(join_linears, align_weights), setting=setting)
+    remade(lambda seed: randomised(Projections(), seed), [torch.rand(2, 32)], level)
 
 
 def test_norms_that_go_into_products() -> None:
-    x = torch.randn(32, 64).half()
-    module, other = (
-        randomised(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), seed).half()
-        for seed in (0, 1)
-    )
-    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), LEVELS["-O2"])
-    assert found.weights.keys() == module.state_dict().keys()
-    (made,) = found.variants["main"]
+    def network(seed: int) -> nn.Module:
+        return randomised(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), seed).half()
+
+    (made,) = remade(network, [torch.randn(32, 64).half()], LEVELS["-O2"]).variants["main"]
     assert counts(made.model.module)["linear_and_moments"] == 1
-    (fresh,) = LEVELS["-O2"](place(other, (x,), device="cpu"))
-    assert_remade(found, other.state_dict(), fresh.make(), [x])
 
 
 class Transposed(nn.Module):
@@ -212,14 +197,9 @@ class Transposed(nn.Module):
 
 
 def test_weights_that_a_pass_writes_into_larger_ones() -> None:
-    x = torch.rand(1, 1027)
-    variants = by(passes(align_weights))
-    module, other = (randomised(Transposed(), seed).half() for seed in (0, 1))
-    found = make_refittable(of_modules({"main": place(module, (x.half(),), device="cpu")}), variants)
-    assert found.weights.keys() == module.state_dict().keys()
+    x = torch.rand(1, 1027).half()
+    found = remade(lambda seed: randomised(Transposed(), seed).half(), [x], by(passes(align_weights)))
     assert any(tensor.numel() > 1027 * (LARGE // 1024 + 3) for tensor in found.variants["main"][0].constants)
-    (fresh,) = variants(place(other, (x.half(),), device="cpu"))
-    assert_remade(found, other.state_dict(), fresh.make(), [x.half()])
 
 
 WRITES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -361,8 +341,12 @@ def test_recipes_are_programs_of_the_plan(put: Callable[[np.ndarray], Any]) -> N
     results = [buffer(BufferKind.OUTPUT, name, c.shape[0]) for name, c in zip("abc", constants, strict=True)]
     main = graph(
         [buffer(BufferKind.INPUT, "x", 4), *constants, *results],
-        copies(*((Access(buffer=n + 3, offset=0, nbytes=b.nbytes), Access(buffer=n, offset=0, nbytes=b.nbytes))
-                 for n, b in enumerate(constants, 1))),
+        copies(
+            *(
+                (Access(buffer=n + 3, offset=0, nbytes=b.nbytes), Access(buffer=n, offset=0, nbytes=b.nbytes))
+                for n, b in enumerate(constants, 1)
+            )
+        ),
         [0],
         [4, 5, 6],
     )

@@ -43,6 +43,10 @@ def _earlier(**known: Collection[int]) -> EarlierMemory:
     return EarlierMemory([_Zone(RESIDENT), _Zone(DEVICE)], **known)  # type: ignore[list-item]
 
 
+def _relocator(**known: Collection[int]) -> Relocator:
+    return Relocator(Shift(FIRST, SHIFT), _earlier(**known), foreign.ForeignMemory())
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
@@ -76,16 +80,12 @@ def _pack(*words: int) -> bytes:
     return struct.pack(f"<{len(words)}Q", *words)
 
 
-def test_a_word_that_moved_with_an_allocation_points_to_it(relocator: Relocator) -> None:
-    found = relocator.relocate(_pack(FIRST[0], 7, FIRST[2] + 64), _pack(SECOND[0], 7, SECOND[2] + 64))
-    assert found.targets == ((0, Target(index=0, offset=0)), (16, Target(index=2, offset=64)))
+@pytest.mark.parametrize("offset", [64, -4096, 1 << 20])
+def test_relocation_finds_word_that_moved(relocator: Relocator, offset: int) -> None:
+    """By how far it moved: a pointer with a bias may be anywhere."""
+    found = relocator.relocate(_pack(FIRST[0], 7, FIRST[2] + offset), _pack(SECOND[0], 7, SECOND[2] + offset))
+    assert found.targets == ((0, Target(index=0, offset=0)), (16, Target(index=2, offset=offset)))
     assert found.params == _pack(0, 7, 0)
-
-
-@pytest.mark.parametrize("bias", [-4096, 1 << 20])
-def test_a_biased_pointer_is_named_by_how_far_it_moved(relocator: Relocator, bias: int) -> None:
-    found = relocator.relocate(_pack(FIRST[1] + bias), _pack(SECOND[1] + bias))
-    assert found.targets == ((0, Target(index=1, offset=bias)),)
 
 
 def test_padding_loses_only_the_bytes_that_differ(relocator: Relocator) -> None:
@@ -114,15 +114,15 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
     assert found.params == _pack(0, RESIDENT + 520, 5)  # the second one was freed: a number, or padding
 
 
-def test_a_stale_pointer_to_another_recordings_zone_is_no_librarys_memory(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(), foreign.ForeignMemory())
+def test_relocation_ignores_other_zone(asked: list[int]) -> None:
+    relocator = _relocator()
     words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
     assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
     assert not asked
 
 
-def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not_read_it(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+def test_relocation_ignores_other_weight(asked: list[int]) -> None:
+    relocator = _relocator(others={DEVICE})
     words = _pack(DEVICE + 8)
     assert relocator.relocate(words, words, declared=()) == RelocatedParams(params=words, targets=())
     for declared in ({0}, None):
@@ -131,15 +131,15 @@ def test_a_stale_pointer_to_another_models_weight_is_none_of_an_op_that_does_not
     assert not asked
 
 
-def test_memory_without_a_known_owner_counts_for_an_op_that_has_no_tensor_there(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(others={DEVICE}), foreign.ForeignMemory())
+def test_relocation_counts_unowned_memory(asked: list[int]) -> None:
+    relocator = _relocator(others={DEVICE})
     found = relocator.relocate(_pack(RESIDENT + 8), _pack(RESIDENT + 8), declared=())
     assert found.targets == ((0, Target(index=0, offset=8, place=Place.EARLIER)),)
     assert not asked
 
 
 @pytest.mark.parametrize("read", [(), (DEVICE,)])
-def test_memory_of_an_earlier_recording_is_refused_where_an_op_reads_it_and_is_no_state_elsewhere(
+def test_relocation_refuses_earlier_memory(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
 ) -> None:
     """The kernel has the address twice, as stale padding may; the op reads a tensor there, or none."""
@@ -174,7 +174,7 @@ def _kernel(params: bytes) -> KernelNode:
 
 
 def test_no_kernel_reads_what_the_recorder_keeps(asked: list[int]) -> None:
-    relocator = Relocator(Shift(FIRST, SHIFT), _earlier(moved={RESIDENT}), foreign.ForeignMemory())
+    relocator = _relocator(moved={RESIDENT})
     found = relocator.relocate(_pack(RESIDENT + 24, FIRST[0]), _pack(RESIDENT + 24, SECOND[0]))
     assert found.targets == ((8, Target(index=0, offset=0)),)
     assert found.params == _pack(RESIDENT + 24, 0)
@@ -202,7 +202,7 @@ def test_a_kernel_is_told_to_report_nowhere(relocator: Relocator) -> None:
     assert found.targets == ((16, Target(index=0, offset=0)),)
 
 
-def test_half_a_stale_pointer_beside_a_number_of_two_bytes_is_no_pointer(relocator: Relocator) -> None:
+def test_relocation_ignores_half_a_pointer(relocator: Relocator) -> None:
     first, second = ((1 << 48) + address for address in (FIRST[0], SECOND[0]))
     found = relocator.relocate(_pack(first), _pack(second))
     assert found.targets == ()

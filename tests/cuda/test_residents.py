@@ -6,7 +6,7 @@ import torch
 from nimblec.cuda.capture.residents import _names, only_in
 
 
-def test_weights_of_other_models_are_left_where_they_are_but_for_shared_ones() -> None:
+def test_residents_move_shared_weights_only() -> None:
     original = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 5))
     rewritten = torch.nn.Sequential(torch.nn.Linear(3, 4), original[2])
     taken = only_in([original], rewritten)
@@ -24,7 +24,8 @@ def test_a_function_holds_whatever_it_may() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_what_torch_compile_wrapped_keeps_its_names() -> None:
     layer = torch.nn.Linear(3, 4)
-    assert _names(torch.compile(layer)) == _names(layer) == {
-        layer.weight.data_ptr(): "weight",
-        layer.bias.data_ptr(): "bias",
-    }
+    assert (
+        _names(torch.compile(layer))
+        == _names(layer)
+        == {layer.weight.data_ptr(): "weight", layer.bias.data_ptr(): "bias"}
+    )

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_second_compilation_gives_the_same_plan(
-    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_compilation_gives_the_same_plan(level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caches of Inductor and Triton are empty in the first, and full in the second, which measures nothing."""
     support = Path(__file__).parents[1] / "support"
     monkeypatch.setenv("PYTHONPATH", str(support), prepend=":")

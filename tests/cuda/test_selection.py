@@ -70,7 +70,7 @@ def tried(*names: str) -> list[Variant]:
     return [Variant(name=name, make=lambda: pytest.fail("made")) for name in names]
 
 
-def test_the_first_of_the_fastest_is_kept_and_nothing_of_the_others() -> None:
+def test_selection_keeps_first_fastest() -> None:
     notes = Notes()
     selector = Quick(notes, 2)
     original: Any = None
@@ -84,7 +84,7 @@ def test_the_first_of_the_fastest_is_kept_and_nothing_of_the_others() -> None:
     assert times == "tried 9000 9 us, 5000 5 us, 7000 7 us, 5000 5 us: kept the fastest"
 
 
-def test_a_fallback_is_tried_where_nothing_before_it_was_possible() -> None:
+def test_selection_tries_fallback() -> None:
     def last(*names: str) -> list[Variant]:
         *others, fallback = tried(*names)
         return [*others, replace(fallback, is_fallback=True)]
@@ -96,7 +96,7 @@ def test_a_fallback_is_tried_where_nothing_before_it_was_possible() -> None:
     assert Quick(Notes(), 2).fastest(original, last("fails", "5000")).duration_ns == 5000
 
 
-def test_a_model_of_which_no_variant_is_possible_is_compiled_as_it_runs() -> None:
+def test_selection_compiles_model_as_it_runs() -> None:
     notes = Notes()
     selector = Quick(notes, 1)
     original: Any = None

@@ -83,7 +83,7 @@ def test_state_goes_from_call_to_call(gpu_compiler: "GpuCompiler") -> None:
                 eager.assert_equal(plan, outputs, wanted)
 
 
-def test_a_result_may_be_memory_of_the_input_or_of_another_result(gpu_compiler: "GpuCompiler") -> None:
+def test_result_may_be_memory_of_another(gpu_compiler: "GpuCompiler") -> None:
     program = gpu_compiler.plan("gpu_models:aliases").programs[0]
     (x,) = program.inputs
     same, view, y, again, transposed, scale = program.outputs

@@ -96,9 +96,7 @@ def test_readers_on_other_streams_wait_for_what_is_enqueued(host: HostDriver, ro
 
 
 @on_host
-def test_memory_used_again_is_waited_for_by_the_stream_of_the_caller(
-    put: Callable[[np.ndarray], Any], host: HostDriver
-) -> None:
+def test_caller_stream_waits_for_memory(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     with nimblert.load(sized(ORDERS["contiguous"], Fit.SPLIT)) as model:
         x = put(drawn(0, (11, *REST)))
         torch.from_dlpack(model.run({"x": x}, stream=0x77)["y"])  # and let go

@@ -3,7 +3,6 @@
 Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
 """
 
-import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from copying import ORDERS, SHAPE, copying, drawn, on_gpu, on_host
 from host_driver import HostDriver
 
 import nimblert
-from nimblert import Arena, CudaError, Executable, InputError
+from nimblert import Arena, Executable, InputError
 from nimblert.cuda import driver
 
 pytest_plugins = ("gpu_memory",)
@@ -94,55 +93,6 @@ def test_plans_share_an_arena(put: object) -> None:
                 assert np.array_equal(model(x), x)
         for model in models:
             model.close()
-
-
-@on_host
-@pytest.mark.parametrize(
-    "use",
-    [lambda model, x: model.run({"x": x}, stream=0x88), lambda model, _: model.launch(0x88)],
-    ids=["run", "launch"],
-)
-def test_what_is_enqueued_while_another_context_waits_is_waited_for(
-    put: Callable[[np.ndarray], Any], host: HostDriver, use: Callable[[Any, Any], object]
-) -> None:
-    x, plan = put(drawn(0)), copying(SHAPE, ORDERS["odd"])
-    with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as one, one.context(arena=arena) as other:
-        other(x)
-        one.run({"x": x}, stream=0x77)
-        enqueued = threading.Thread(target=use, args=(other, x))
-        waited = host._cuEventSynchronize
-
-        def enqueue(event: Any) -> None:
-            waited(event)
-            if not enqueued.ident:
-                enqueued.start()
-                enqueued.join(0.2)
-
-        host.cuEventSynchronize = lambda event: (host.CUresult.CUDA_SUCCESS, enqueue(event))
-        one.synchronize()
-        enqueued.join()
-        host.waits.clear()
-        one.launch(0x99)
-        assert (0x99, 0x88) in host.waits
-
-
-@on_host
-def test_nothing_is_left_where_memory_ends(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
-    """At whichever call of the driver that may need it."""
-    plan, x = copying(SHAPE, ORDERS["odd"]), drawn(0)
-    results = []
-    for host.fails_in in range(1, 100):
-        try:
-            with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as model, model.context() as context:
-                for value in (x, put(x)):
-                    model(value)
-                    context(value)
-        except CudaError as exc:
-            results.append(exc.result)
-        gc.collect()
-        assert (host.allocated, host.references.total()) == ({}, 0)
-    assert set(results) == {"CUDA_ERROR_OUT_OF_MEMORY"}
-    assert 40 < len(results) < 99
 
 
 @on_gpu
@@ -243,9 +193,7 @@ def test_call_waits_until_the_run_before_has_read_its_input(
 
 
 @on_host
-def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
-    put: Callable[[np.ndarray], Any], host: HostDriver
-) -> None:
+def test_stream_waits_for_shared_memory(put: Callable[[np.ndarray], Any], host: HostDriver) -> None:
     x = put(drawn(0))
     with Arena.for_plans(copying(SHAPE, ORDERS["odd"])) as arena:
         models = [nimblert.load(copying(SHAPE, ORDERS["odd"]), arena=arena) for _ in range(2)]
@@ -262,43 +210,6 @@ def test_streams_wait_for_what_is_enqueued_in_the_same_memory(
         assert host.waits == []
         for model in models:
             model.close()
-
-
-@on_host
-@pytest.mark.parametrize("use", ["call", "run", "launch", "replay", "steps", "profile"])
-def test_interrupted_use_closes_the_context_and_is_waited_for(
-    put: Callable[[np.ndarray], Any], host: HostDriver, use: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By this use, or by the next one in the same memory."""
-    x, launch, armed = put(drawn(0)), HostDriver._cuGraphLaunch, False
-
-    def interrupted(host: HostDriver, graph: Any, stream: Any) -> None:
-        launch(host, graph, stream)
-        if armed:
-            host.calls.clear()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(HostDriver, "_cuGraphLaunch", interrupted)
-    uses: dict[str, Callable[[Executable], object]] = {
-        "call": lambda model: model(x),
-        "run": lambda model: model.run({"x": x}, stream=0x77),
-        "launch": lambda model: model.launch(0x77),
-        "replay": lambda model: model.replay(),
-        "steps": lambda model: next(model.steps({"x": x})),
-        "profile": lambda model: model.profile({"x": x}),
-    }
-    plan = copying(SHAPE, ORDERS["odd"])
-    with Arena.for_plans(plan) as arena, nimblert.load(plan, arena=arena) as model, model.context(arena=arena) as other:
-        model(x)
-        armed = True
-        with pytest.raises(KeyboardInterrupt):
-            uses[use](model)
-        armed = False
-        waited = host.calls.get("cuStreamSynchronize", 0)
-        other.launch(0x88)
-        assert (0x88, 0x77) in host.waits if use in {"run", "launch"} else waited
-        with pytest.raises(InputError, match="is closed, as KeyboardInterrupt came within a call"):
-            model(x)
 
 
 @on_host

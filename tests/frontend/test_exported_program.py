@@ -130,9 +130,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], Change], str]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_file_is_refused_before_it_runs(
-    nimblec: CommandLine, exported: Path, tmp_path: Path, kind: str
-) -> None:
+def test_hostile_program_is_refused(nimblec: CommandLine, exported: Path, tmp_path: Path, kind: str) -> None:
     trace = tmp_path / "ran"
     ending, change, words = HOSTILE[kind]
     extra = {"data/weights/evil": pickled(trace), "data/constants/opaque_obj_0": pickle.dumps(Payload(trace))}

@@ -63,9 +63,7 @@ def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tu
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
-def test_what_pickle_loses_is_handed_over(
-    build: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_model_hands_over(build: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = build(), torch.tensor([-1.0, 4.0])
     expected = module(x)
     call, _ = handed(module, tmp_path, x)
@@ -331,20 +329,7 @@ def test_a_static_program_takes_no_sizes(tmp_path: Path) -> None:
         nimblec.compile(tmp_path / "model.pt2", target="cpu", dims={"batch": 3})
 
 
-def test_a_program_without_example_inputs_gets_zeros(dynamic: torch.export.ExportedProgram, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    torch.export.save(dynamic, path)
-    program = torch.export.load(path)
-    program._example_inputs = None
-    source = Source(kind="live", live=LiveModel(model=program, args=None))
-    call = sources.load(source, Options(dims=((_symbol(program), 6),)))["main"]
-    assert {name: tuple(tensor.shape) for name, tensor in call.inputs} == {"x": (6, 3), "more.y": (6, 3)}
-    assert call.args[2] == 5
-    assert call.notes[0] == f"the ExportedProgram is dynamic, and the plan is for {_symbol(program)} = 6 alone"
-    assert call.module(*call.args).shape == (6, 3)
-
-
-def test_nothing_is_said_of_a_mode_that_an_exported_program_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_live_model_mode_is_not_noted(caplog: pytest.LogCaptureFixture) -> None:
     module, x = nn.Linear(2, 2).train(), torch.ones(1, 2)
     nimblec.compile(module, (x,), target="cpu", plan_cache=None)
     assert "the module is in training mode" in caplog.text

@@ -22,9 +22,7 @@ STRIDES = {"aten": 11, "optimized": 11, "cpu": 43}
 CORE_CASES_TO_PASS = 1600
 BY_LIST = pytest.mark.parametrize("known", [KNOWN, CPU_KNOWN], ids=["aten", "cpu"])
 BY_TARGET = pytest.mark.parametrize(
-    ("target", "known"),
-    [("aten", KNOWN), ("optimized", KNOWN), ("cpu", CPU_KNOWN)],
-    ids=["aten", "optimized", "cpu"],
+    ("target", "known"), [("aten", KNOWN), ("optimized", KNOWN), ("cpu", CPU_KNOWN)], ids=["aten", "optimized", "cpu"]
 )
 
 
@@ -73,7 +71,7 @@ def test_enough_core_cases_pass() -> None:
     assert len(core - KNOWN.keys()) >= CORE_CASES_TO_PASS
 
 
-def test_what_the_cpu_target_refuses_of_the_core_has_sizes_that_depend_on_values() -> None:
+def test_cpu_refuses_core_by_values() -> None:
     core = {case.name for case in cases() if case.core}
     assert all("depends on values" in CPU_KNOWN[name] for name in core & CPU_KNOWN.keys())
 

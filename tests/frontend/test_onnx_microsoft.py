@@ -4,7 +4,9 @@ Products of bytes are the exception: on x86 without VNNI instructions, ONNX Runt
 in int16, which saturates where weights need all 8 bits. So it is asked with weights of 7 bits, and numpy with all 8.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,12 @@ def whole(low: int, high: int, *shape: int, dtype: type = np.int32) -> np.ndarra
     return RNG.integers(low, high, shape).astype(dtype)
 
 
+uint8 = partial(whole, 0, 256, dtype=np.uint8)
+int8 = partial(whole, -128, 128, dtype=np.int8)
+int7 = partial(whole, -64, 64, dtype=np.int8)
+"""Of 7 bits."""
+
+
 def scale(value: float) -> np.ndarray:
     return np.array(value, np.float32)
 
@@ -38,18 +46,30 @@ def zero(value: int, dtype: type = np.uint8) -> np.ndarray:
     return np.array(value, dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fused:
     """A node: its inputs (None where left out), attributes, how many outputs, which inputs are weights."""
 
     op: str
     inputs: Arrays
-    attributes: dict[str, Any] = field(default_factory=dict)
-    outputs: int = 1
-    known: tuple[int, ...] = ()
-    domain: str = "com.microsoft"
-    step: int = 0
+    attributes: dict[str, Any]
+    outputs: int
+    known: tuple[int, ...]
+    domain: str
+    step: int
     """How far apart quantized results may be: where ONNX Runtime rounds a sum of its own order."""
+
+
+def fused(
+    op: str,
+    inputs: Sequence[Any],
+    outputs: int = 1,
+    known: tuple[int, ...] = (),
+    domain: str = "com.microsoft",
+    step: int = 0,
+    **attributes: Any,
+) -> Fused:
+    return Fused(op, tuple(inputs), attributes, outputs, known, domain, step)
 
 
 def bert_mask() -> np.ndarray:
@@ -62,25 +82,19 @@ QKV = (real(B, L, WIDTH), real(B, L, WIDTH), real(B, L, WIDTH))
 PAST = (real(B, H, 3, D), real(B, H, 3, D))
 
 CASES = {
-    "gelu": Fused(op="Gelu", inputs=(real(3, 4),)),
-    "bias_gelu": Fused(op="BiasGelu", inputs=(real(3, 4), real(4))),
-    "fast_gelu": Fused(op="FastGelu", inputs=(real(3, 4), real(4))),
-    "fast_gelu_without_bias": Fused(op="FastGelu", inputs=(real(3, 4),)),
-    "quick_gelu": Fused(op="QuickGelu", inputs=(real(3, 4),)),
-    "quick_gelu_alpha": Fused(op="QuickGelu", inputs=(real(3, 4),), attributes={"alpha": 2.0}),
-    "expand_dims": Fused(op="ExpandDims", inputs=(real(3, 4), np.array(-1, np.int32)), known=(1,)),
-    "fused_matmul": Fused(
-        op="FusedMatMul", inputs=(real(2, 4, 3), real(2, 5, 4)), attributes={"transA": 1, "transB": 1, "alpha": 0.5}
-    ),
-    "fused_gemm": Fused(
-        op="FusedGemm",
-        inputs=(real(3, 4), real(5, 4), real(5)),
-        attributes={"transB": 1, "activation": "LeakyRelu", "activation_alpha": 0.3},
+    "gelu": fused("Gelu", [real(3, 4)]),
+    "bias_gelu": fused("BiasGelu", [real(3, 4), real(4)]),
+    "fast_gelu": fused("FastGelu", [real(3, 4), real(4)]),
+    "fast_gelu_without_bias": fused("FastGelu", [real(3, 4)]),
+    "quick_gelu": fused("QuickGelu", [real(3, 4)]),
+    "quick_gelu_alpha": fused("QuickGelu", [real(3, 4)], alpha=2.0),
+    "expand_dims": fused("ExpandDims", [real(3, 4), np.array(-1, np.int32)], known=(1,)),
+    "fused_matmul": fused("FusedMatMul", [real(2, 4, 3), real(2, 5, 4)], transA=1, transB=1, alpha=0.5),
+    "fused_gemm": fused(
+        "FusedGemm", [real(3, 4), real(5, 4), real(5)], transB=1, activation="LeakyRelu", activation_alpha=0.3
     ),
     **{
-        f"fused_gemm_{name}": Fused(
-            op="FusedGemm", inputs=(real(3, 4), real(4, 5)), attributes={"activation": name, **parameters}
-        )
+        f"fused_gemm_{name}": fused("FusedGemm", [real(3, 4), real(4, 5)], activation=name, **parameters)
         for name, parameters in {
             "Elu": {"activation_alpha": 0.5},
             "Selu": {"activation_alpha": 1.7, "activation_gamma": 1.1},
@@ -89,269 +103,195 @@ CASES = {
             "ThresholdedRelu": {"activation_alpha": 0.4},
         }.items()
     },
-    "fused_conv_relu": Fused(
-        op="FusedConv",
-        inputs=(real(1, 3, 6, 6), real(4, 3, 3, 3), real(4)),
-        attributes={"activation": "Relu", "pads": [1, 1, 1, 1]},
+    "fused_conv_relu": fused(
+        "FusedConv", [real(1, 3, 6, 6), real(4, 3, 3, 3), real(4)], activation="Relu", pads=[1, 1, 1, 1]
     ),
-    "fused_conv_sum": Fused(
-        op="FusedConv",
-        inputs=(real(1, 3, 6, 6), real(4, 3, 3, 3), real(4), real(1, 4, 4, 4)),
-        attributes={"activation": "Relu"},
+    "fused_conv_sum": fused(
+        "FusedConv", [real(1, 3, 6, 6), real(4, 3, 3, 3), real(4), real(1, 4, 4, 4)], activation="Relu"
     ),
-    "fused_conv_clip": Fused(
-        op="FusedConv",
-        inputs=(real(1, 4, 6, 6), real(4, 1, 3, 3)),
-        attributes={"activation": "Clip", "activation_params": [0.0, 1.0], "group": 4},
+    "fused_conv_clip": fused(
+        "FusedConv", [real(1, 4, 6, 6), real(4, 1, 3, 3)], activation="Clip", activation_params=[0.0, 1.0], group=4
     ),
-    "simplified_layer_norm": Fused(
-        op="SimplifiedLayerNormalization", inputs=(real(2, 3, 8), real(8)), attributes={"axis": -1}, domain=""
+    "simplified_layer_norm": fused("SimplifiedLayerNormalization", [real(2, 3, 8), real(8)], domain="", axis=-1),
+    "skip_layer_norm": fused("SkipLayerNormalization", [real(2, 3, 8), real(2, 3, 8), real(8), real(8), real(8)]),
+    "skip_layer_norm_with_sum": fused("SkipLayerNormalization", [real(2, 3, 8), real(2, 3, 8), real(8)], epsilon=1e-05),
+    "skip_simplified_layer_norm": fused(
+        "SkipSimplifiedLayerNormalization", [real(2, 3, 8), real(2, 3, 8), real(8), real(8)]
     ),
-    "skip_layer_norm": Fused(
-        op="SkipLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8), real(8), real(8))
-    ),
-    "skip_layer_norm_with_sum": Fused(
-        op="SkipLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8)), attributes={"epsilon": 1e-5}
-    ),
-    "skip_simplified_layer_norm": Fused(
-        op="SkipSimplifiedLayerNormalization", inputs=(real(2, 3, 8), real(2, 3, 8), real(8), real(8))
-    ),
-    "embed_layer_norm": Fused(
-        op="EmbedLayerNormalization",
-        inputs=(
-            whole(0, 9, B, L),
-            whole(0, 2, B, L),
-            real(9, 8),
-            real(L + 2, 8),
-            real(2, 8),
-            real(8),
-            real(8),
-            bert_mask(),
-        ),
+    "embed_layer_norm": fused(
+        "EmbedLayerNormalization",
+        [whole(0, 9, B, L), whole(0, 2, B, L), real(9, 8), real(L + 2, 8), real(2, 8), real(8), real(8), bert_mask()],
         outputs=2,
     ),
-    "attention": Fused(
-        op="Attention", inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)), attributes={"num_heads": H}
+    "attention": fused("Attention", [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)], num_heads=H),
+    "attention_with_mask": fused(
+        "Attention", [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), bert_mask()], num_heads=H
     ),
-    "attention_with_mask": Fused(
-        op="Attention",
-        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), bert_mask()),
-        attributes={"num_heads": H},
+    "attention_with_lengths": fused(
+        "Attention", [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 3], np.int32)], num_heads=H
     ),
-    "attention_with_lengths": Fused(
-        op="Attention",
-        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 3], np.int32)),
-        attributes={"num_heads": H},
+    "attention_unidirectional": fused(
+        "Attention", [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)], num_heads=H, unidirectional=1, scale=0.4
     ),
-    "attention_unidirectional": Fused(
-        op="Attention",
-        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH)),
-        attributes={"num_heads": H, "unidirectional": 1, "scale": 0.4},
-    ),
-    "attention_with_past": Fused(
-        op="Attention",
-        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), None, np.stack(PAST)),
-        attributes={"num_heads": H, "unidirectional": 1},
+    "attention_with_past": fused(
+        "Attention",
+        [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), None, np.stack(PAST)],
         outputs=2,
+        num_heads=H,
+        unidirectional=1,
     ),
-    "multi_head_attention": Fused(op="MultiHeadAttention", inputs=QKV, attributes={"num_heads": H}),
-    "multi_head_attention_with_bias_and_mask": Fused(
-        op="MultiHeadAttention",
-        inputs=(*QKV, real(3 * WIDTH), bert_mask(), real(1, H, L, L)),
-        attributes={"num_heads": H},
+    "multi_head_attention": fused("MultiHeadAttention", QKV, num_heads=H),
+    "multi_head_attention_with_bias_and_mask": fused(
+        "MultiHeadAttention", [*QKV, real(3 * WIDTH), bert_mask(), real(1, H, L, L)], num_heads=H
     ),
-    "multi_head_attention_with_past": Fused(
-        op="MultiHeadAttention",
-        inputs=(*QKV, None, None, None, *PAST),
-        attributes={"num_heads": H},
-        outputs=3,
+    "multi_head_attention_with_past": fused(
+        "MultiHeadAttention", [*QKV, None, None, None, *PAST], outputs=3, num_heads=H
     ),
-    "rotary": Fused(
-        op="RotaryEmbedding", inputs=(real(B, H, L, D), whole(0, 9, B, L, dtype=np.int64), real(9, 4), real(9, 4))
+    "rotary": fused("RotaryEmbedding", [real(B, H, L, D), whole(0, 9, B, L, dtype=np.int64), real(9, 4), real(9, 4)]),
+    "rotary_interleaved_from_an_offset": fused(
+        "RotaryEmbedding", [real(B, L, WIDTH), np.array([2], np.int64), real(9, 4), real(9, 4)], interleaved=1
     ),
-    "rotary_interleaved_from_an_offset": Fused(
-        op="RotaryEmbedding",
-        inputs=(real(B, L, WIDTH), np.array([2], np.int64), real(9, 4), real(9, 4)),
-        attributes={"interleaved": 1},
+    "rotary_of_a_part": fused(
+        "RotaryEmbedding",
+        [real(B, L, WIDTH), whole(0, 9, B, L, dtype=np.int64), real(9, 2), real(9, 2)],
+        rotary_embedding_dim=4,
+        num_heads=H,
     ),
-    "rotary_of_a_part": Fused(
-        op="RotaryEmbedding",
-        inputs=(real(B, L, WIDTH), whole(0, 9, B, L, dtype=np.int64), real(9, 2), real(9, 2)),
-        attributes={"rotary_embedding_dim": 4, "num_heads": H},
-    ),
-    "quantize": Fused(op="QuantizeLinear", inputs=(real(3, 4), scale(0.03), zero(120)), known=(2,)),
-    "dequantize_by_axis": Fused(
-        op="DequantizeLinear",
-        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), np.abs(real(4)), whole(0, 256, 4, dtype=np.uint8)),
-        attributes={"axis": 1},
-    ),
-    "qlinear_add": Fused(
-        op="QLinearAdd",
-        inputs=(
-            whole(0, 256, 3, 4, dtype=np.uint8),
-            scale(0.02),
-            zero(100),
-            whole(0, 256, 3, 4, dtype=np.uint8),
-            scale(0.03),
-            zero(90),
-            scale(0.05),
-            zero(128),
-        ),
+    "quantize": fused("QuantizeLinear", [real(3, 4), scale(0.03), zero(120)], known=(2,)),
+    "dequantize_by_axis": fused("DequantizeLinear", [uint8(3, 4), np.abs(real(4)), uint8(4)], axis=1),
+    "qlinear_add": fused(
+        "QLinearAdd",
+        [uint8(3, 4), scale(0.02), zero(100), uint8(3, 4), scale(0.03), zero(90), scale(0.05), zero(128)],
         step=1,
     ),
-    "qlinear_mul": Fused(
-        op="QLinearMul",
-        inputs=(
-            whole(-128, 128, 3, 4, dtype=np.int8),
+    "qlinear_mul": fused(
+        "QLinearMul",
+        [
+            int8(3, 4),
             scale(0.02),
             zero(5, np.int8),
-            whole(-128, 128, 4, dtype=np.int8),
+            int8(4),
             scale(0.03),
             zero(-7, np.int8),
             scale(0.05),
             zero(3, np.int8),
-        ),
+        ],
         step=1,
     ),
-    "qlinear_sigmoid": Fused(
-        op="QLinearSigmoid",
-        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(1 / 256), zero(0)),
+    "qlinear_sigmoid": fused(
+        "QLinearSigmoid", [uint8(3, 4), scale(0.05), zero(128), scale(1 / 256), zero(0)], known=(1, 2, 3, 4), step=1
+    ),
+    "qlinear_leaky_relu": fused(
+        "QLinearLeakyRelu",
+        [uint8(3, 4), scale(0.05), zero(128), scale(0.06), zero(110)],
         known=(1, 2, 3, 4),
         step=1,
+        alpha=0.2,
     ),
-    "qlinear_leaky_relu": Fused(
-        op="QLinearLeakyRelu",
-        inputs=(whole(0, 256, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(0.06), zero(110)),
-        attributes={"alpha": 0.2},
+    "qlinear_softmax": fused(
+        "QLinearSoftmax",
+        [uint8(2, 3, 4), scale(0.05), zero(128), scale(1 / 256), zero(0)],
         known=(1, 2, 3, 4),
         step=1,
+        opset=13,
+        axis=1,
     ),
-    "qlinear_softmax": Fused(
-        op="QLinearSoftmax",
-        inputs=(whole(0, 256, 2, 3, 4, dtype=np.uint8), scale(0.05), zero(128), scale(1 / 256), zero(0)),
-        attributes={"opset": 13, "axis": 1},
-        known=(1, 2, 3, 4),
-        step=1,
-    ),
-    "qlinear_softmax_of_a_matrix": Fused(
-        op="QLinearSoftmax",
-        inputs=(whole(-128, 128, 2, 3, 4, dtype=np.int8), scale(0.05), None, scale(1 / 256), zero(-128, np.int8)),
-        attributes={"opset": 12, "axis": 1},
+    "qlinear_softmax_of_a_matrix": fused(
+        "QLinearSoftmax",
+        [int8(2, 3, 4), scale(0.05), None, scale(1 / 256), zero(-128, np.int8)],
         known=(1, 3, 4),
         step=1,
+        opset=12,
+        axis=1,
     ),
-    "qlinear_where": Fused(
-        op="QLinearWhere",
-        inputs=(
+    "qlinear_where": fused(
+        "QLinearWhere",
+        [
             whole(0, 2, 3, 4, dtype=np.bool_),
-            whole(0, 256, 3, 4, dtype=np.uint8),
+            uint8(3, 4),
             scale(0.02),
             zero(128),
-            whole(0, 256, 4, dtype=np.uint8),
+            uint8(4),
             scale(0.03),
             zero(120),
             scale(0.04),
             zero(110),
-        ),
+        ],
         known=(2, 3, 5, 6, 7, 8),
         step=1,
     ),
-    "qlinear_concat": Fused(
-        op="QLinearConcat",
-        inputs=(
-            scale(0.05),
-            zero(128),
-            whole(0, 256, 2, 4, dtype=np.uint8),
-            scale(0.02),
-            zero(100),
-            whole(0, 256, 3, 4, dtype=np.uint8),
-            scale(0.05),
-            zero(128),
-        ),
-        attributes={"axis": 0},
+    "qlinear_concat": fused(
+        "QLinearConcat",
+        [scale(0.05), zero(128), uint8(2, 4), scale(0.02), zero(100), uint8(3, 4), scale(0.05), zero(128)],
         known=(0, 1, 3, 4, 6, 7),
         step=1,
+        axis=0,
     ),
-    "qlinear_global_average_pool": Fused(
-        op="QLinearGlobalAveragePool",
-        inputs=(whole(0, 256, 1, 3, 5, 5, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
+    "qlinear_global_average_pool": fused(
+        "QLinearGlobalAveragePool", [uint8(1, 3, 5, 5), scale(0.05), zero(128), scale(0.04), zero(110)], step=1
+    ),
+    "qlinear_average_pool": fused(
+        "QLinearAveragePool",
+        [uint8(1, 3, 5, 5), scale(0.05), zero(128), scale(0.04), zero(110)],
         step=1,
+        kernel_shape=[2, 2],
     ),
-    "qlinear_average_pool": Fused(
-        op="QLinearAveragePool",
-        inputs=(whole(0, 256, 1, 3, 5, 5, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
-        attributes={"kernel_shape": [2, 2]},
-        step=1,
-    ),
-    "qgemm": Fused(
-        op="QGemm",
-        inputs=(
-            whole(0, 256, 3, 8, dtype=np.uint8),
+    "qgemm": fused(
+        "QGemm",
+        [
+            uint8(3, 8),
             scale(0.02),
             zero(100),
-            whole(-64, 64, 5, 8, dtype=np.int8),
+            int7(5, 8),
             scale(0.03),
             zero(0, np.int8),
             whole(-500, 500, 5),
             scale(0.1),
             zero(120),
-        ),
-        attributes={"transB": 1},
+        ],
         step=1,
+        transB=1,
     ),
-    "matmul_integer_to_float": Fused(
-        op="MatMulIntegerToFloat",
-        inputs=(
-            whole(0, 256, 3, 8, dtype=np.uint8),
-            whole(-64, 64, 8, 5, dtype=np.int8),
-            scale(0.02),
-            np.abs(real(5)),
-            zero(100),
-            None,
-            real(5),
-        ),
+    "matmul_integer_to_float": fused(
+        "MatMulIntegerToFloat", [uint8(3, 8), int7(8, 5), scale(0.02), np.abs(real(5)), zero(100), None, real(5)]
     ),
-    "dynamic_quantize_matmul": Fused(
-        op="DynamicQuantizeMatMul",
-        inputs=(real(3, 8), whole(-64, 64, 8, 5, dtype=np.int8), scale(0.02), zero(0, np.int8), real(5)),
+    "dynamic_quantize_matmul": fused(
+        "DynamicQuantizeMatMul", [real(3, 8), int7(8, 5), scale(0.02), zero(0, np.int8), real(5)]
     ),
-    "matmul_4_bits": Fused(
-        op="MatMulNBits",
-        inputs=(real(3, 40), whole(0, 256, 6, 2, 16, dtype=np.uint8), np.abs(real(12)), None, None, real(6)),
-        attributes={"K": 40, "N": 6, "bits": 4, "block_size": 32},
+    "matmul_4_bits": fused(
+        "MatMulNBits",
+        [real(3, 40), uint8(6, 2, 16), np.abs(real(12)), None, None, real(6)],
         known=(1, 2),
+        K=40,
+        N=6,
+        bits=4,
+        block_size=32,
     ),
-    "matmul_4_bits_with_zeros": Fused(
-        op="MatMulNBits",
-        inputs=(
-            real(3, 64),
-            whole(0, 256, 6, 2, 16, dtype=np.uint8),
-            np.abs(real(12)),
-            whole(0, 256, 6, dtype=np.uint8),
-        ),
-        attributes={"K": 64, "N": 6, "bits": 4, "block_size": 32},
+    "matmul_4_bits_with_zeros": fused(
+        "MatMulNBits",
+        [real(3, 64), uint8(6, 2, 16), np.abs(real(12)), uint8(6)],
         known=(1, 2, 3),
+        K=64,
+        N=6,
+        bits=4,
+        block_size=32,
     ),
-    "matmul_8_bits": Fused(
-        op="MatMulNBits",
-        inputs=(real(3, 64), whole(0, 256, 6, 2, 32, dtype=np.uint8), np.abs(real(12))),
-        attributes={"K": 64, "N": 6, "bits": 8, "block_size": 32},
-        known=(1, 2),
+    "matmul_8_bits": fused(
+        "MatMulNBits", [real(3, 64), uint8(6, 2, 32), np.abs(real(12))], known=(1, 2), K=64, N=6, bits=8, block_size=32
     ),
-    "grid_sample": Fused(
-        op="GridSample", inputs=(real(1, 2, 4, 4), real(1, 3, 3, 2)), attributes={"padding_mode": "border"}
+    "grid_sample": fused("GridSample", [real(1, 2, 4, 4), real(1, 3, 3, 2)], padding_mode="border"),
+    "attention_between_starts_and_ends": fused(
+        "Attention",
+        [real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 4, 2, 0], np.int32)],
+        num_heads=H,
     ),
-    "attention_between_starts_and_ends": Fused(
-        op="Attention",
-        inputs=(real(B, L, 16), real(16, 3 * WIDTH), real(3 * WIDTH), np.array([5, 4, 2, 0], np.int32)),
-        attributes={"num_heads": H},
-    ),
-    "inverse": Fused(op="Inverse", inputs=(real(2, 3, 3) + 4 * np.eye(3, dtype=np.float32),)),
-    "qlinear_average_pool_of_channels_last": Fused(
-        op="QLinearAveragePool",
-        inputs=(whole(0, 256, 1, 5, 6, 3, dtype=np.uint8), scale(0.05), zero(128), scale(0.04), zero(110)),
-        attributes={"kernel_shape": [2, 3], "channels_last": 1},
+    "inverse": fused("Inverse", [real(2, 3, 3) + 4 * np.eye(3, dtype=np.float32)]),
+    "qlinear_average_pool_of_channels_last": fused(
+        "QLinearAveragePool",
+        [uint8(1, 5, 6, 3), scale(0.05), zero(128), scale(0.04), zero(110)],
         step=1,
+        kernel_shape=[2, 3],
+        channels_last=1,
     ),
 }
 
@@ -465,8 +405,7 @@ def test_packed_attention_is_attention_of_its_parts() -> None:
     packed = real(B, L, H, 3, D)
     parts = tuple(np.ascontiguousarray(packed[:, :, :, i].reshape(B, L, WIDTH)) for i in range(3))
     together, apart = (
-        import_model(model_of(Fused(op="MultiHeadAttention", inputs=inputs, attributes={"num_heads": H})))
-        for inputs in ((packed,), parts)
+        import_model(model_of(fused("MultiHeadAttention", inputs, num_heads=H))) for inputs in ((packed,), parts)
     )
     left = together.module(torch.from_numpy(packed))[0]
     right = apart.module(*(torch.from_numpy(part) for part in parts))[0]

@@ -14,7 +14,7 @@ from nimblec.onnx_import.importer import import_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_the_older_exporter_gives_what_onnx_runtime_gives(family: str, tmp_path: Path) -> None:
+def test_older_export_matches_onnx_runtime(family: str, tmp_path: Path) -> None:
     check(family, 17, tmp_path / "model.onnx")
 
 
@@ -25,18 +25,18 @@ def test_a_file_of_opset_14_gives_what_onnx_runtime_gives(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["bert", "swin", "llama", "lstm_tagger"])
-def test_a_file_of_the_dynamo_exporter_gives_what_onnx_runtime_gives(family: str, tmp_path: Path) -> None:
+def test_dynamo_export_matches_onnx_runtime(family: str, tmp_path: Path) -> None:
     check(family, None, tmp_path / "model.onnx")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_file_of_the_dynamo_exporter_gives_what_onnx_runtime_gives(family: str, tmp_path: Path) -> None:
+def test_each_dynamo_export_matches_onnx_runtime(family: str, tmp_path: Path) -> None:
     check(family, None, tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "tabular"])
-def test_a_file_that_onnx_runtime_optimised_gives_what_onnx_runtime_gives(family: str, tmp_path: Path) -> None:
+def test_optimised_file_matches_onnx_runtime(family: str, tmp_path: Path) -> None:
     inputs = export(family, 14, tmp_path / "model.onnx")
     compare(optimized(tmp_path / "model.onnx", "EXTENDED"), inputs)
 

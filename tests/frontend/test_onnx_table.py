@@ -50,7 +50,7 @@ def _label(pair: tuple[Operator, OpSchema]) -> str:
     return f"{pair[1].name}-{pair[1].since_version}"
 
 
-def test_the_table_was_written_for_the_latest_opset_of_this_onnx_or_an_earlier_one() -> None:
+def test_table_is_of_a_known_opset() -> None:
     assert OLDEST_OPSET < LATEST_OPSET <= onnx.defs.onnx_opset_version()
 
 
@@ -98,9 +98,7 @@ def test_a_later_row_holds_from_its_opset_on() -> None:
     assert callable(op("NoSuchOperator"))
 
 
-RUNTIME_SCHEMAS = {
-    schema.name: schema for schema in get_all_operator_schema() if schema.domain == MICROSOFT
-}
+RUNTIME_SCHEMAS = {schema.name: schema for schema in get_all_operator_schema() if schema.domain == MICROSOFT}
 MICROSOFT_ROWS = [row for row in operators() if row.domain == MICROSOFT]
 UNUSED_INPUTS = {"MultiHeadAttention": 2, "Attention": 1}
 """How many inputs at the end, for sharing buffers, are not taken."""

@@ -50,9 +50,7 @@ def network(*, drops: bool) -> nn.Module:
     ("make", "drops"),
     [
         (lambda p: torch.optim.AdamW(p, 0.1), False),  # random numbers are hundreds of calls
-        pytest.param(
-            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), True, marks=pytest.mark.slow
-        ),
+        pytest.param(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1), True, marks=pytest.mark.slow),
     ],
 )
 def test_a_training_step_is_recorded_as_its_export_is(
@@ -91,7 +89,7 @@ def test_writes_in_place_become_values() -> None:
         assert torch.equal(found, wanted)
 
 
-def test_statistics_that_a_call_writes_undeclared_are_its_results() -> None:
+def test_recording_returns_written_statistics() -> None:
     def normed(x: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = x.new_zeros(3), x.new_ones(3)
         y = aten.native_batch_norm.default(x, None, None, mean, variance, True, 0.5, 1e-5)[0]
@@ -127,9 +125,7 @@ def test_what_depends_on_no_argument_is_computed_at_once() -> None:
         (torch.nonzero, TraceError, "Calling: line .* on the value of a tensor, and a plan is static"),
     ],
 )
-def test_what_no_graph_can_hold_is_refused(
-    function: Callable[[Tensor], Any], error: type[Exception], message: str
-) -> None:
+def test_recording_refuses(function: Callable[[Tensor], Any], error: type[Exception], message: str) -> None:
     before = CONSTANT.clone()
     with pytest.raises(error, match=message):
         record(Calling(function), (torch.randn(2, 3),), device="cpu")

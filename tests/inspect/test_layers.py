@@ -100,7 +100,7 @@ def test_no_layers_are_made_of_other_names(plan: Plan) -> None:
     assert not printed(plan).strip()
 
 
-def test_deep_modules_are_taken_together_until_the_table_is_short() -> None:
+def test_layers_join_deep_modules() -> None:
     share = Share(launches=1, written=4)
     shares = {((f"model.layer{n // 10}.{n % 10}.conv",), (FORWARD,)): share for n in range(40)}
     cut, depth = at_depth(shares, 20)

@@ -60,7 +60,7 @@ def test_work_starts_when_all_that_it_waits_for_has_ended() -> None:
     assert [(h.event, h.source, h.target) for h in times.handovers] == [(0, 0, 2), (1, 3, 4)]
 
 
-def test_an_event_recorded_after_a_wait_hands_on_what_was_waited_for() -> None:
+def test_timeline_event_hands_on_wait() -> None:
     relay = planned(
         work(0, 5),
         Record(stream=0, event=0),
@@ -199,7 +199,7 @@ def plan_of(*programs: Program) -> Plan:
     return with_program(cuda_plan(), programs=programs)
 
 
-def test_the_trace_has_a_thread_per_stream_and_a_slice_per_command() -> None:
+def test_trace_has_thread_per_stream() -> None:
     events = json.loads(json.dumps(chrome_trace(plan_of(FORK, FORK)), allow_nan=False))["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert threads[0, 1] == threads[1, 1] == "stream 1"

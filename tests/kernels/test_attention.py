@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from choosing import selector
-from rewriting import counts, record, rewritten, run
+from rewriting import counts, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,36 +13,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from nimblec.graph.rewriter import Rewriter, is_call
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import LINEARS
-from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.reductions.attention_op import attention
-from nimblec.kernels.reductions.attention_rewrite import (
-    ATTENTION_FAMILY,
-    AttentionRequest,
-    requests,
-    use_triton_attention,
-)
+from nimblec.kernels.reductions.attention_rewrite import AttentionRequest, requests, use_triton_attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
-from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
-from nimblec.kernels.selector import FRAMEWORK
+from nimblec.kernels.reductions.attention_tilings import AttentionTiling
 from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nimblec.kernels.compiling import Job
-    from nimblec.kernels.selector import Selector
 
 COMPUTED = (*LINEARS, torch.ops.aten.bmm.default, torch.ops.aten.add.Tensor)
 TILING = AttentionTiling(block_m=16, block_n=32)
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
 WIDTH, HEADS = 48, 3
-QUERY, KEY, VALUE, OUT = (_random(WIDTH, WIDTH, seed=seed) / WIDTH**0.5 for seed in range(4))
-VECTORS = _random(3, WIDTH, seed=5)
+QUERY, KEY, VALUE, OUT = (random_half(WIDTH, WIDTH, seed=seed) / WIDTH**0.5 for seed in range(4))
+VECTORS = random_half(3, WIDTH, seed=5)
 
 
 def _split(x: Tensor, heads: int = HEADS) -> Tensor:
@@ -87,7 +73,7 @@ def _vit(x: Tensor) -> Tensor:
 def _t5(x: Tensor) -> Tensor:
     """A bias for each head, no scale."""
     query, key, value = _projected(x)
-    bias = _random(1, HEADS, x.shape[1], x.shape[1], seed=7)
+    bias = random_half(1, HEADS, x.shape[1], x.shape[1], seed=7)
     weights = torch.softmax((query @ key.transpose(3, 2) + bias).float(), -1).type_as(x)
     return functional.linear(_join(weights @ value), OUT)
 
@@ -112,10 +98,6 @@ def _copied(x: Tensor) -> Tensor:
     return _join(scaled_dot_product_attention(query, key, value))
 
 
-def _returned(x: Tensor) -> Tensor:
-    return scaled_dot_product_attention(*(part.contiguous() for part in _projected(x)))
-
-
 MODELS: "dict[str, Callable[[Tensor], Tensor]]" = {
     "bert": _bert,
     "gpt2": _gpt2,
@@ -125,12 +107,12 @@ MODELS: "dict[str, Callable[[Tensor], Tensor]]" = {
     "computed mask": _computed_mask,
     "shared keys": _shared_keys,
     "copied": _copied,
-    "returned": _returned,
+    "returned": lambda x: scaled_dot_product_attention(*(part.contiguous() for part in _projected(x))),
 }
 
 
 def _graph(name: str, batch: int) -> tuple[fx.GraphModule, Tensor]:
-    x = _random(batch, 7, WIDTH, seed=9)
+    x = random_half(batch, 7, WIDTH, seed=9)
     return optimize(record(MODELS[name], x), device="cuda"), x
 
 
@@ -148,7 +130,7 @@ def test_values_and_no_copies(name: str, batch: int) -> None:
 
 
 def test_attention_reads_the_result_of_another_directly() -> None:
-    x = _random(1, 2, 8, 16)
+    x = random_half(1, 2, 8, 16)
 
     def model(x: Tensor) -> Tensor:
         for _ in range(2):
@@ -173,69 +155,27 @@ def _is_in_place(module: fx.GraphModule, call: fx.Node) -> bool:
     return (end.op == "output" or is_call(end, *COMPUTED)) and all(is_call(start, *COMPUTED) for start in starts)
 
 
-def test_nothing_changes_where_the_framework_is_chosen() -> None:
-    module, _ = _graph("bert", 1)
-    assert counts(rewritten(module, lambda m: use_triton_attention(m, lambda _: None))) == counts(module)
-
-
 def test_what_our_kernel_does_not_take() -> None:
     def asked(q: Tensor, k: Tensor, **how: Any) -> int:
         module = record(lambda q, k: scaled_dot_product_attention(q, k, k, **how), q, k)
         return len(list(requests(module)))
 
-    x = _random(1, 2, 8, 16)
+    x = random_half(1, 2, 8, 16)
     assert asked(x, x) == 1
     assert asked(x.float(), x.float()) == 1
     assert asked(x.double(), x.double()) == 0
-    assert asked(_random(1, 2, 8, 20), _random(1, 2, 8, 20)) == 1
-    assert asked(_random(1, 2, 8, 18), _random(1, 2, 8, 18)) == 0
-    assert asked(_random(1, 1, 1, 16), _random(1, 1, 5000, 16)) == 0
+    assert asked(random_half(1, 2, 8, 20), random_half(1, 2, 8, 20)) == 1
+    assert asked(random_half(1, 2, 8, 18), random_half(1, 2, 8, 18)) == 0
+    assert asked(random_half(1, 1, 1, 16), random_half(1, 1, 5000, 16)) == 0
     assert asked(x[0], x[0]) == 0
     assert asked(x, x, dropout_p=0.5) == 0
 
 
 def test_the_mask_of_a_shape_is_broadcast() -> None:
-    x = _random(2, 3, 5, 16)
+    x = random_half(2, 3, 5, 16)
     shape = attention_shape(x, x, x, torch.zeros(2, 1, 1, 5), causal=False)
     assert shape.mask_strides == (5, 0, 0, 1)
     assert attention_shape(x, x, x, torch.zeros(5, 5), causal=False).mask_strides == (0, 0, 5, 1)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "computed mask"])
-def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
-    (request,) = requests(_graph(name, 1)[0])
-    selector, jobs = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
-    selector.prepare([request, request])
-    tilings = attention_candidates(request.shape, SM_90)
-    assert len(jobs) == len(tilings)
-    assert selector(request) == selector(request) == tilings[1]
-    choice = selector.choices[request.signature]
-    assert choice.runner_up != FRAMEWORK
-    assert len(choice.microseconds) == len(jobs) + 1
-
-
-def test_the_framework_stays_where_it_is_faster() -> None:
-    (request,) = requests(_graph("vit", 1)[0])
-    assert _selector(lambda n: 1.0 + n)[0](request) is None
-
-
-def test_times_are_remembered() -> None:
-    (request,) = requests(_graph("vit", 1)[0])
-    memory: dict[str, int] = {}
-    first, _ = _selector(lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0), memory)
-    first.prepare([request])
-    chosen = first(request)
-    second, jobs = _selector(lambda n: pytest.fail(f"timed again, {n}"), memory)
-    second.prepare([request])
-    assert second(request) == chosen
-    assert [job.settings["BLOCK_M"] for job in jobs] == [chosen and chosen.block_m]
-    assert second.choices == first.choices
-
-
-def _selector(
-    times: "Callable[[int], float]", memory: dict[str, int] | None = None
-) -> "tuple[Selector[Any, Any], list[Job]]":
-    return selector(ATTENTION_FAMILY, times, times=memory)
 
 
 def test_requests_say_what_they_ask() -> None:

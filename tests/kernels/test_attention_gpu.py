@@ -9,7 +9,7 @@ from nimblec.kernels.reductions.attention_op import attended, attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 CASES = {  # batch, heads, queries, keys, size, causal, mask
     "bert": (1, 12, 128, 128, 64, False, None),
@@ -21,13 +21,6 @@ CASES = {  # batch, heads, queries, keys, size, causal, mask
     "mobilevit": (4, 4, 256, 256, 36, False, None),
     "decoder": (2, 8, 1, 200, 128, False, None),
 }
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if not GPU.current().has_programmatic_launch:
-        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", CASES)

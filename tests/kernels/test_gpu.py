@@ -17,7 +17,7 @@ from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, product
 from nimblec.kernels.timing import GraphTimer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 SHAPES = {
     "3x3": Convolution(batch=1, height=7, width=7, channels=512, out_channels=512, kernel=(3, 3), padding=(1, 1)),
@@ -30,13 +30,6 @@ SHAPES = {
 
 _EPS: dict[Arithmetic, float] = {"tf32": 2**-9, "tf32x3": 2**-20}
 """What sums of products of float32 may be off by: TF32 cuts off all but 10 bits of both factors."""
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if not GPU.current().has_programmatic_launch:
-        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", SHAPES)

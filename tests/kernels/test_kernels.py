@@ -8,9 +8,9 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from rewriting import random_half
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton_process import run
 
 from nimblec.kernels.choosing import Choice, choose
@@ -40,12 +40,8 @@ RESNET = Convolution(
 )
 
 
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
 def _images(*shape: int, seed: int = 0) -> Tensor:
-    return _random(*shape, seed=seed).contiguous(memory_format=torch.channels_last)
+    return random_half(*shape, seed=seed).contiguous(memory_format=torch.channels_last)
 
 
 @examples(60)
@@ -72,7 +68,7 @@ def _rest(geometry: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
 @examples(60)
 @given(columns=st.integers(1, 70), depth=st.integers(1, 70))
 def test_packed_weights_are_the_weights(columns: int, depth: int) -> None:
-    weight = _random(columns, depth)
+    weight = random_half(columns, depth)
     packed = pack_rows(weight, TILING)
     assert packed.shape == (ceil_div(columns, 32), ceil_div(depth, 16), 32, 16)
     assert torch.equal(unpack_rows(packed, columns, depth), weight)
@@ -118,21 +114,9 @@ def test_a_long_sum_of_few_tiles_is_split() -> None:
     assert SM_90.multiprocessors // 3 <= best.blocks(RESNET) <= 2 * SM_90.multiprocessors
 
 
-def test_choose_the_fastest() -> None:
-    times = {"theirs": 5.0, "a": 3.0, "b": 4.0}
-    choice = _chosen(times)
-    assert (choice.best, choice.runner_up) == ("a", "b")
-    assert dict(choice.microseconds) == times
-
-
 def test_choose_the_first_unless_another_is_clearly_faster() -> None:
     choice = _chosen({"theirs": 5.0, "a": 4.99, "b": 6.0})
     assert (choice.best, choice.runner_up) == ("theirs", "a")
-
-
-def test_choose_among_one() -> None:
-    choice = _chosen({"theirs": 5.0})
-    assert (choice.best, choice.runner_up) == ("theirs", None)
 
 
 def _chosen(times: dict[str, float]) -> Choice:
@@ -141,7 +125,7 @@ def _chosen(times: dict[str, float]) -> Choice:
 
 
 def test_convolution_on_the_cpu() -> None:
-    x, weight, bias = _images(2, 6, 9, 8), _random(10, 6, 3, 3, seed=1), _random(10, seed=2)
+    x, weight, bias = _images(2, 6, 9, 8), random_half(10, 6, 3, 3), random_half(10, seed=2)
     expected = functional.conv2d(x.float(), weight.float(), bias.float(), 2, 1)
     residual = _images(*expected.shape, seed=3)
     arguments = (
@@ -159,7 +143,7 @@ def test_convolution_on_the_cpu() -> None:
 
 
 def test_linear_on_the_cpu() -> None:
-    x, weight, bias = _random(5, 20), _random(20, 7, seed=1), _random(7, seed=2)
+    x, weight, bias = random_half(5, 20), random_half(20, 7), random_half(7, seed=2)
     y = ops.linear(x, pack_linear(weight, TILING), bias, None, None, 7, "gelu", TILING.numbers, "none")
     expected = functional.gelu(x.float() @ weight.float() + bias.float())
     torch.testing.assert_close(y, expected.half(), atol=2e-3, rtol=2e-3)
@@ -168,7 +152,7 @@ def test_linear_on_the_cpu() -> None:
 @pytest.mark.parametrize("multiplier", [1, 3])
 def test_depthwise_on_the_cpu(multiplier: int) -> None:
     out = 20 * multiplier
-    x, weight, bias = _images(2, 20, 9, 8), _random(out, 1, 5, 5, seed=1), _random(out, seed=2)
+    x, weight, bias = _images(2, 20, 9, 8), random_half(out, 1, 5, 5), random_half(out, seed=2)
     tiling = DepthwiseTiling(block_m=4, block_c=16, num_warps=2)
     packed = pack_depthwise(weight, tiling)
     how = (out, [5, 5], [2, 2], [2, 2], [1, 1], "silu", tiling.numbers, "none")
@@ -206,24 +190,6 @@ print(tuple(y.shape), y.stride(), y.dtype, tuple(z.shape), z.dtype)
 """
     told = run(code, tmp_path).strip()
     assert told == "(2, 10, 5, 4) (200, 1, 40, 10) torch.bfloat16 (8, 7) torch.bfloat16"
-
-
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[object, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN204
-        self.calls.append((func, sum(isinstance(a, Tensor) for a in args)))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_dispatch_mode_sees_one_call() -> None:
-    x, weight = _random(5, 20), pack_linear(_random(20, 7), TILING)
-    with _Calls() as mode:
-        ops.linear(x, weight, None, None, counters(1, x.device), 7, "none", TILING.numbers, "none")
-    assert mode.calls[-1] == (ops.linear, 3)
-    assert [func for func, _ in mode.calls].count(ops.linear) == 1
 
 
 def test_schemas_tell_what_is_written() -> None:

@@ -81,11 +81,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "image gradient": (image_gradient, (X, FILTERS, COUNTERS, [8, 8], *TRAINED), {}),
     "weight gradient": (weight_gradient, (X, X, COUNTERS, [3, 3], *TRAINED), {}),
     "depthwise convolution": (depthwise_convolution, (X, DEPTHWISE, VECTOR, TRAINED[0], [4, 16, 2], "late"), {}),
-    "depthwise image gradient": (
-        depthwise_image_gradient,
-        (X, DEPTHWISE, [8, 8], TRAINED[0], [4, 16, 2], "late"),
-        {},
-    ),
+    "depthwise image gradient": (depthwise_image_gradient, (X, DEPTHWISE, [8, 8], TRAINED[0], [4, 16, 2], "late"), {}),
     "depthwise weight gradient": (
         depthwise_weight_gradient,
         (X, X, COUNTERS, [3, 3], TRAINED[0], [4, 16, 2, 4], "late"),

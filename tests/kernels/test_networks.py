@@ -198,6 +198,11 @@ def _chosen(module: fx.GraphModule, selector: "Selector[Any, Any]") -> fx.GraphM
     return rewritten(module, lambda m: use_triton_kernels(m, selector))
 
 
+def _convnext(times: dict[str, int]) -> "tuple[Selector[Any, Any], fx.GraphModule]":
+    first, _, _ = _selector(times)
+    return first, _chosen(_network("ConvNeXt")[0], first)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_with_all_kernels_ours(name: str) -> None:
     module, x = _network(name)
@@ -208,7 +213,7 @@ def test_networks_with_all_kernels_ours(name: str) -> None:
     assert_same(module, own, x, rtol=5e-3)
 
 
-def test_a_second_choice_measures_nothing_and_compiles_what_was_chosen() -> None:
+def test_selector_measures_once() -> None:
     module, _ = _network("EfficientNet")
     times: dict[str, int] = {}
     first, jobs, timer = _selector(times)
@@ -255,23 +260,7 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     assert FRAMEWORK in choice.microseconds
 
 
-def test_times_that_differ_by_less_than_a_nanosecond_choose_the_same_again() -> None:
-    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
-    measured: list[float] = []
-
-    def timer(_: object) -> float:
-        measured.append(3.0 if not measured else 2.0 - 1e-6 * len(measured))
-        return measured[-1]
-
-    times: dict[str, int] = {}
-    given: dict[str, Any] = {"length": 2, "times": times, "compile_jobs": lambda _: None}
-    first, again = (Selector(GEMM, SM_90, timer, Pool(), **given) for _ in range(2))
-    assert first(request) == again(request) is not None
-    assert len(measured) == len(times)
-    assert first.choices == again.choices
-
-
-def test_tilings_nearly_as_fast_as_the_chosen_one_stay_in_the_contest() -> None:
+def test_selector_keeps_contest_of_fast_tilings() -> None:
     request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
     names = ["x".join(map(str, tiling.numbers)) for tiling in tilings(request, SM_90)]
     times = {FRAMEWORK: 3.0, **dict.fromkeys(names, 2.0), names[0]: 1.2, names[1]: 1.0}
@@ -346,8 +335,7 @@ def test_a_tiling_that_slows_its_neighbours_is_not_kept(name: str) -> None:
 def test_times_among_others_are_measured_once() -> None:
     """So a second compilation chooses the same tilings, and so does the second of a refittable one."""
     module, _ = _network("ConvNeXt")
-    first, _, _ = _selector(times := {})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext(times := {})
     kept: dict[str, int] = {}
     preferred = _preferred(chosen, first.contests, _Launches(next(iter(first.contests[-1].calls))), times=kept)
     assert preferred
@@ -360,18 +348,14 @@ def test_times_among_others_are_measured_once() -> None:
 
 
 def test_tilings_among_others_are_kept_where_none_is_faster() -> None:
-    module, _ = _network("ConvNeXt")
-    first, _, _ = _selector({})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext({})
     clock = _Launches("")
     assert _preferred(chosen, first.contests, clock) == {}
     assert len(clock.found) > 1
 
 
 def test_tilings_that_win_little_are_left() -> None:
-    module, _ = _network("ConvNeXt")
-    first, _, _ = _selector({})
-    chosen = _chosen(module, first)
+    first, chosen = _convnext({})
     named = Counter(next(iter(contest.calls)) for contest in first.contests)
     slow = next(name for name, count in named.items() if count == 1)
     quick = _Launches(slow)

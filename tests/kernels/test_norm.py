@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from choosing import selector as _selector
-from rewriting import counts, record, rewritten, run
+from rewriting import counts, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
-from nimblec.kernels.reductions.norm_rewrite import NORM, use_triton_norms
+from nimblec.kernels.reductions.norm_rewrite import use_triton_norms
 from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling, norm_candidates
 from nimblec.optimize import optimize
 
@@ -23,11 +22,7 @@ if TYPE_CHECKING:
 WIDTH = 48
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-MATRIX, WEIGHT, BIAS = _random(WIDTH, WIDTH) / 7, _random(WIDTH, seed=2), _random(WIDTH, seed=3)
+MATRIX, WEIGHT, BIAS = random_half(WIDTH, WIDTH) / 7, random_half(WIDTH, seed=2), random_half(WIDTH, seed=3)
 
 
 def _linear(x: Tensor) -> Tensor:
@@ -90,7 +85,7 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], list[str]]]" = {
 
 
 def _graph(name: str) -> tuple[fx.GraphModule, Tensor]:
-    x = _random(2, 5, WIDTH, seed=9)
+    x = random_half(2, 5, WIDTH, seed=9)
     return optimize(record(MODELS[name][0], x), device="cuda"), x
 
 
@@ -142,11 +137,6 @@ def test_a_number_has_no_rows() -> None:
     assert not list(requests(module))
 
 
-def test_nothing_changes_where_nothing_is_chosen() -> None:
-    module, _ = _graph("pre-norm")
-    assert counts(rewritten(module, lambda m: use_triton_norms(m, lambda _: None))) == counts(module)
-
-
 @pytest.mark.parametrize("columns", [1, 48, 768, 1000, 4096, 8192])
 def test_candidates_hold_whole_rows(columns: int) -> None:
     shape = Norm(rows=3, columns=columns)
@@ -154,19 +144,3 @@ def test_candidates_hold_whole_rows(columns: int) -> None:
     assert found
     assert columns <= shape.width < 2 * max(columns, 32)
     assert all(tiling.block_r <= shape.rows for tiling in found)
-
-
-def test_the_fastest_tiling_is_chosen_once() -> None:
-    *_, request = requests(_graph("pre-norm")[0])
-    timed: list[int] = []
-
-    def times(n: int) -> float:
-        timed.append(n)
-        return {2: 1.0}.get(n, 2.0)
-
-    selector, jobs = _selector(NORM, times)
-    selector.prepare([request, request])
-    tilings = norm_candidates(request.shape, SM_90)
-    assert len(jobs) == len(tilings)
-    assert selector(request) == selector(request) == tilings[2]
-    assert len(timed) == len(tilings)

@@ -8,14 +8,7 @@ from nimblec.kernels.gpu import GPU
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, norm_shape, normalized
 from nimblec.kernels.reductions.norm_tilings import norm_candidates
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if not GPU.current().has_programmatic_launch:
-        pytest.skip("needs compute capability 9.0: programmatic dependent launch")
-    torch.manual_seed(0)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])

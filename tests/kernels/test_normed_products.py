@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rewriting import counts, record, rewritten, run
+from rewriting import counts, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -21,15 +21,12 @@ WIDTH = 48
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
 def _linear(x: Tensor, out: int = WIDTH, *, bias: bool = True, seed: int = 4) -> Tensor:
-    return functional.linear(x, _random(out, x.shape[-1], seed=seed) / 7, _random(out, seed=5) if bias else None)
+    weight = random_half(out, x.shape[-1], seed=seed) / 7
+    return functional.linear(x, weight, random_half(out, seed=5) if bias else None)
 
 
-WEIGHT, BIAS = _random(WIDTH, seed=2), _random(WIDTH, seed=3)
+WEIGHT, BIAS = random_half(WIDTH, seed=2), random_half(WIDTH, seed=3)
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def _absorbed(module: fx.GraphModule) -> tuple[fx.GraphModule, "list[Job]"]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_corrections(name: str) -> None:
-    x = _random(3, 5, WIDTH, seed=9)
+    x = random_half(3, 5, WIDTH, seed=9)
     function, norms, makers, readers = MODELS[name]
     before = _graph(function, x)
     after, jobs = _absorbed(before)
@@ -119,7 +116,7 @@ POINTERS = ("moments_ptr", "sums_ptr", "out_ptr", "out_moments_ptr")
 
 
 def test_kernels_are_compiled_as_they_are_launched() -> None:
-    _, jobs = _absorbed(_graph(_pre, _random(3, 5, WIDTH)))
+    _, jobs = _absorbed(_graph(_pre, random_half(3, 5, WIDTH)))
     described = {
         (j.settings["NORM"], j.settings["PARTS"], j.settings["EPS"], *(j.pointers[name] for name in POINTERS))
         for j in jobs
@@ -131,17 +128,17 @@ def test_kernels_are_compiled_as_they_are_launched() -> None:
 
 
 def test_tiles_that_are_no_part_of_a_row() -> None:
-    before = _graph(_two_readers, _random(3, 5, WIDTH), Tiling(block_m=16, block_n=32, block_k=32))
+    before = _graph(_two_readers, random_half(3, 5, WIDTH), Tiling(block_m=16, block_n=32, block_k=32))
     assert counts(_absorbed(before)[0]) == counts(before)
 
 
 def test_more_moments_than_a_thread_can_hold() -> None:
-    before = _graph(_two_readers, _random(3, 5, WIDTH), Tiling(block_m=512, block_n=16, block_k=32, num_warps=1))
+    before = _graph(_two_readers, random_half(3, 5, WIDTH), Tiling(block_m=512, block_n=16, block_k=32, num_warps=1))
     assert counts(_absorbed(before)[0]) == counts(before)
 
 
 def test_weights_that_would_not_be_finite() -> None:
-    before = _graph(_two_readers, _random(3, 5, WIDTH))
+    before = _graph(_two_readers, random_half(3, 5, WIDTH))
     for weight in before.buffers():
         weight.mul_(1000)
     assert counts(_absorbed(before)[0]) == counts(before)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from arithmetic import arithmetic
-from choosing import selector
-from rewriting import assert_same, counts, record, rewritten, run
+from rewriting import assert_same, counts, random_half, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -18,9 +17,8 @@ from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, linear
-from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
+from nimblec.kernels.products.gemm_rewrite import tilings, use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
-from nimblec.kernels.selector import FRAMEWORK
 from nimblec.optimize import optimize
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.pytorch.aten_graph import trace
@@ -31,17 +29,13 @@ if TYPE_CHECKING:
 OWN = (convolution, linear, depthwise)
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-IMAGES = _random(2, 16, 8, 8, seed=0)
-ROWS = _random(2, 5, 24, seed=0)
-WEIGHT, BIAS = _random(16, 16, 3, 3) / 12, _random(16, seed=2)
-SCALES = _random(16, 1, 3, 3) / 3
-WIDE, NARROW = _random(128, 16, 1, 1), _random(16, 128, 1, 1)
-SQUARE = _random(24, 24, seed=0)
-MATRIX, VECTOR = _random(24, 24) / 5, _random(24, seed=2)
+IMAGES = random_half(2, 16, 8, 8, seed=0)
+ROWS = random_half(2, 5, 24, seed=0)
+WEIGHT, BIAS = random_half(16, 16, 3, 3) / 12, random_half(16, seed=2)
+SCALES = random_half(16, 1, 3, 3) / 3
+WIDE, NARROW = random_half(128, 16, 1, 1), random_half(16, 128, 1, 1)
+SQUARE = random_half(24, 24, seed=0)
+MATRIX, VECTOR = random_half(24, 24) / 5, random_half(24, seed=2)
 
 
 def _tiling(request: ProductRequest) -> Tiling | DepthwiseTiling:
@@ -265,11 +259,6 @@ def test_counters_are_scratch_memory() -> None:
     assert counted.equal(Rewriter(own).value(argument(call, 4)))
 
 
-def test_nothing_changes_where_the_framework_is_chosen() -> None:
-    module, _ = _graph("residual and relu")
-    assert counts(rewritten(module, lambda m: use_triton_kernels(m, lambda _: None))) == counts(module)
-
-
 def test_double_precision_stays() -> None:
     module = record(lambda x: functional.conv2d(x, WEIGHT.double(), BIAS.double()), IMAGES.double())
     assert not list(requests(optimize(module, device="cuda")))
@@ -344,22 +333,3 @@ def test_a_bias_with_gaps_stays_outside() -> None:
     bias = module.get_buffer(str(request.bias.target))
     setattr(module, str(request.bias.target), bias.repeat_interleave(2)[::2])  # as folding leaves a slice of constants
     assert not list(requests(module))
-
-
-@pytest.mark.parametrize("name", ["silu", "residual", "depthwise", "gelu", "linear and residual"])
-def test_the_fastest_tiling_is_chosen_once(name: str) -> None:
-    module, _ = _graph(name)
-    *_, request = requests(module)
-    choose, jobs = selector(GEMM, lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
-    choose.prepare([request, request])
-    assert len(jobs) == len(tilings(request, SM_90))
-    assert choose(request) == choose(request) == tilings(request, SM_90)[1]
-    choice = choose.choices[request.signature]
-    assert choice.runner_up != FRAMEWORK
-    assert len(choice.microseconds) == len(jobs) + 1
-
-
-def test_the_framework_stays_where_it_is_faster() -> None:
-    *_, request = requests(_graph("residual")[0])
-    choose, _ = selector(GEMM, lambda n: 1.0 + n)
-    assert choose(request) is None

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from choosing import selector
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewriting import counts, record, rewritten, run
+from rewriting import counts, random_half, record, rewritten, run
 from torch import Tensor
 from torch.nn import functional
 from triton_process import interpret, interpreted, needs_triton
@@ -17,20 +16,15 @@ from triton_process import run as run_process
 from nimblec.kernels.gpu import GPU, KNOWN, SM_90
 from nimblec.kernels.reductions.pool_match import PoolRequest, requests
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d, pooling_shape
-from nimblec.kernels.reductions.pool_rewrite import POOL, tilings, use_triton_pools
+from nimblec.kernels.reductions.pool_rewrite import tilings, use_triton_pools
 from nimblec.kernels.reductions.pool_shapes import means_of
 from nimblec.kernels.reductions.pool_tilings import PoolTiling, mean_candidates, pool_candidates
-from nimblec.kernels.selector import FRAMEWORK
 from nimblec.optimize import optimize
 
 TILING = PoolTiling(block_m=8, block_c=16, num_warps=2)
 
 
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-WEIGHT = _random(16, 16, 3, 3, seed=1) / 12
+WEIGHT = random_half(16, 16, 3, 3) / 12
 
 
 def _conv(x: Tensor) -> Tensor:
@@ -68,9 +62,9 @@ def test_a_shape_is_torchs(pooling: tuple[tuple[int, ...], dict[str, object]], c
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_ops_on_the_cpu_and_without_memory(channels_last: bool) -> None:
-    x = _random(2, 16, 9, 8)
+    x = random_half(2, 16, 9, 8)
     if channels_last:
-        x = _random(2, 32, 9, 8).contiguous(memory_format=torch.channels_last)[:, 16:]  # part of others' channels
+        x = random_half(2, 32, 9, 8).contiguous(memory_format=torch.channels_last)[:, 16:]  # part of others' channels
     end = ("relu", TILING.numbers, "none")
     geometry = ([3, 2], [2, 1], [1, 0], [1, 1], True)
     expected = {
@@ -98,14 +92,8 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "relu after": (lambda x: _conv(torch.relu(functional.max_pool2d(_conv(x), 2))), ["max relu"]),
     "indices read": (lambda x: functional.max_pool2d_with_indices(_conv(x), 2)[1].half(), []),
     "average": (lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 1, 1)), ["padded average none"]),
-    "average of pixels": (
-        lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 2, 1, True, False)),
-        ["average none"],
-    ),
-    "divisor": (
-        lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=3)),
-        ["padded average by 3 none"],
-    ),
+    "average of pixels": (lambda x: _conv(functional.avg_pool2d(_conv(x), 3, 2, 1, True, False)), ["average none"]),
+    "divisor": (lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=3)), ["padded average by 3 none"]),
     "negative divisor": (lambda x: _conv(functional.avg_pool2d(_conv(x), 2, divisor_override=-3)), []),
     "adaptive": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (4, 2))), ["average none"]),
     "uneven": (lambda x: _conv(functional.adaptive_avg_pool2d(_conv(x), (3, 3))), []),
@@ -132,7 +120,7 @@ def _told(request: PoolRequest) -> str:
 def test_what_is_taken_and_its_values(name: str, dtype: torch.dtype) -> None:
     """Half precision lies channels last, float32 contiguous."""
     function, expected = MODELS[name]
-    x = _random(2, 16, 8, 8).to(dtype)
+    x = random_half(2, 16, 8, 8).to(dtype)
     module = optimize(record(function, x), device="cuda")
     assert [_told(request) for request in requests(module)] == expected
     after = rewritten(module, lambda m: use_triton_pools(m, _first))
@@ -141,24 +129,6 @@ def test_what_is_taken_and_its_values(name: str, dtype: torch.dtype) -> None:
     for wanted, result in zip(run(module, x), run(after, x), strict=True):
         torch.testing.assert_close(result, wanted, atol=2e-3, rtol=2e-3)
         assert result.stride() == wanted.stride()
-
-
-def test_nothing_changes_where_the_framework_is_chosen() -> None:
-    module = optimize(record(MODELS["two"][0], _random(2, 16, 8, 8)), device="cuda")
-    assert counts(rewritten(module, lambda m: use_triton_pools(m, lambda _: None))) == counts(module)
-
-
-@pytest.mark.parametrize("name", ["max", "mean kept, and an activation"])
-def test_the_fastest_is_chosen(name: str) -> None:
-    module = optimize(record(MODELS[name][0], _random(2, 16, 8, 8)), device="cuda")
-    (request,) = requests(module)
-    choose, jobs = selector(POOL, lambda n: {0: 3.0, 2: 1.0}.get(n, 2.0))
-    choose.prepare([request])
-    assert len(jobs) == len(tilings(request, SM_90)) > 2
-    assert choose(request) == tilings(request, SM_90)[1]
-    slower, _ = selector(POOL, lambda n: 1.0 + n)
-    assert slower(request) is None
-    assert FRAMEWORK in slower.choices[request.signature].microseconds
 
 
 SIZES = ((1, 64, 112, 112), (1, 2048, 7, 7), (2, 3, 5, 5), (1, 1, 64, 64), (8, 33, 14, 14))

@@ -60,9 +60,7 @@ def _exact(grad: Tensor, x: Tensor, weight: Tensor, window: list[int]) -> tuple[
     geometry = (window[0:2], window[2:4], window[4:6], False, [0, 0], x.shape[1] // weight.shape[1])
     y = aten.convolution(x.double(), weight.double(), None, *geometry)
     mask = [True, True, False]
-    of_x, of_weight, _ = aten.convolution_backward(
-        grad.double(), x.double(), weight.double(), None, *geometry, mask
-    )
+    of_x, of_weight, _ = aten.convolution_backward(grad.double(), x.double(), weight.double(), None, *geometry, mask)
     return y, of_x, of_weight
 
 
@@ -86,11 +84,7 @@ def test_ops_on_the_cpu_and_without_memory(dtype: torch.dtype) -> None:
             exact_alone[0] + shared.double()[:, None, None],
         ),
         (depthwise_image_gradient, (channels, alone, [7, 9], WINDOW, [4, 16, 4], "none"), exact_alone[1]),
-        (
-            depthwise_weight_gradient,
-            (channels, x, None, [3, 2], WINDOW, [4, 16, 1, 4], "none"),
-            exact_alone[2],
-        ),
+        (depthwise_weight_gradient, (channels, x, None, [3, 2], WINDOW, [4, 16, 1, 4], "none"), exact_alone[2]),
     ]
     for op, args, wanted in calls:
         made = op(*args)

@@ -13,9 +13,7 @@ import torch
 from torch import fx, nn
 
 from nimblec.base.errors import CompileError, TraceError
-from nimblec.kernels import timing
-from nimblec.kernels.gpu import GPU, SM_90
-from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
 from nimblec.optimize.o1 import FUSED_REGIONS
@@ -170,9 +168,7 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
 
 
 @pytest.mark.usefixtures("called")
-def test_entries_that_share_state_fall_back_on_fused_regions(
-    times: TimingCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_state_falls_back_on_regions(times: TimingCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(o2, "Timed", Untimed)
     module = Small().eval()
     written = frozenset({module.linear.weight.untyped_storage()._cdata})
@@ -186,30 +182,13 @@ def test_entries_that_share_state_fall_back_on_fused_regions(
         assert found[-1].name == FUSED_REGIONS.name
 
 
-def test_without_memory_for_all_kernels_at_once_the_tilings_stay(
-    times: TimingCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    timed = o2.Timed(times)
-    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}  # nothing was chosen
-    monkeypatch.setattr(o2, "in_context", full)
-    monkeypatch.setattr(o2, "timing_fingerprint", lambda _: "")
-    monkeypatch.setattr(timing, "GraphTimer", lambda _: None)
-    monkeypatch.setattr(GPU, "current", lambda: SM_90)
-    monkeypatch.setattr(Family, "select", lambda *_: ["a contest"])
-    timed(GEMM, fx.symbolic_trace(nn.ReLU()))
-    assert timed.in_context(fx.symbolic_trace(nn.ReLU())) == {}
-
-
 def test_each_recipe_is_checked_as_a_whole() -> None:
     with pytest.raises(ValueError, match="stands before fold_batch_norm, which it needs"):
         Recipe("backwards", Pipeline(Phase(name="layout", passes=LAYOUT)), REWRITES)
 
 
 @pytest.mark.parametrize("recipe", [FUSED_REGIONS, o2.TRITON, o2.TRITON_NORMS], ids=lambda recipe: recipe.name)
-def test_each_pass_says_what_it_does_and_why_it_stands_where_it_does(recipe: Recipe) -> None:
+def test_pass_says_its_reason(recipe: Recipe) -> None:
     for pipeline in recipe.pipelines:
         for each in pipeline.passes:
             assert each.summary.endswith(".")

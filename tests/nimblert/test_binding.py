@@ -21,16 +21,9 @@ node = helper.make_node
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Executable]:
     """Y = relu(x) and z = -relu(x), and the number s, the sum of all of y."""
-    nodes = [
-        node("Relu", ["x"], ["y"]),
-        node("Neg", ["y"], ["z"]),
-        node("ReduceSum", ["y"], ["s"], keepdims=0),
-    ]
+    nodes = [node("Relu", ["x"], ["y"]), node("Neg", ["y"], ["z"]), node("ReduceSum", ["y"], ["s"], keepdims=0)]
     path = write_model(
-        tmp_path / "three.onnx",
-        nodes,
-        [floats("x", *SHAPE)],
-        [floats("y", *SHAPE), floats("z", *SHAPE), floats("s")],
+        tmp_path / "three.onnx", nodes, [floats("x", *SHAPE)], [floats("y", *SHAPE), floats("z", *SHAPE), floats("s")]
     )
     with nimblert.load(plan_file(path)) as executable:
         yield executable
@@ -80,9 +73,7 @@ def shrunk(array: np.ndarray) -> None:
 
 @pytest.mark.parametrize("change", [resized, shrunk])
 @pytest.mark.parametrize("name", ["x", "y"])
-def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
-    model: Executable, name: str, change: Callable[[np.ndarray], None]
-) -> None:
+def test_binding_refuses_changed_array(model: Executable, name: str, change: Callable[[np.ndarray], None]) -> None:
     given = {} if name == "x" else {"x": drawn(0)}
     array = drawn(0)
     model.bind(name, array)
@@ -96,7 +87,7 @@ def test_a_numpy_array_that_changes_under_a_binding_is_a_sentence(
     assert np.array_equal(model(drawn(0))[0], expected)
 
 
-def test_a_tensor_of_torch_that_moves_under_a_binding_is_a_sentence(model: Executable) -> None:
+def test_binding_refuses_moved_tensor(model: Executable) -> None:
     torch = pytest.importorskip("torch")
     tensor, other = torch.zeros(SHAPE), torch.zeros(SHAPE)  # both now: a later one may lie where the first has lain
     model.bind("y", tensor)
@@ -128,16 +119,6 @@ def test_an_input_may_be_called_self(tmp_path: Path) -> None:
     with nimblert.load(plan_file(path)) as model:
         for call in (model, model.context(), model.entry()):
             assert np.array_equal(call(self=given), -given)
-
-
-def test_a_field_of_packed_records_cannot_be_bound(model: Executable) -> None:
-    """Its elements are 6 bytes apart, which is no number of elements."""
-    records = np.zeros(np.prod(SHAPE) + 8, [("a", np.float32), ("b", np.uint16)])["a"]
-    aligned = next(i for i in range(8) if (records.ctypes.data + 6 * i) % 16 == 0)
-    field = np.lib.stride_tricks.as_strided(records[aligned:], SHAPE, (32, 6))
-    for name in ("x", "y"):
-        with pytest.raises(InputError, match=rf"bind '{name}': strides \(32, 6\) in bytes, expected \(32, 4\)"):
-            model.bind(name, field)
 
 
 @pytest.mark.parametrize("name", ["x", "z"])

@@ -1,6 +1,5 @@
 """Calls within calls, calls of several threads, and exceptions that come within a call."""
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -87,23 +86,6 @@ def test_close_within_the_call_of_a_context_is_refused(model: Executable) -> Non
         assert message == "none"
 
 
-def test_close_by_a_finalizer_within_a_call_is_refused(model: Executable) -> None:
-    messages: list[str] = []
-
-    class Server:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            with pytest.raises(InputError) as raised:
-                model.close()
-            messages.append(str(raised.value))
-
-    Server()
-    interrupted(model, lambda: model(X), gc.collect)
-    assert WITHIN in messages[0]
-
-
 def test_server_closes_its_model_at_a_signal(path: Path) -> None:
     """As docs/serving.md advises: the handler ends the program, whose block closes the model."""
     kept: list[Executable] = []
@@ -143,12 +125,6 @@ def test_exception_within_a_call_closes_the_context_and_no_other(model: Executab
         context(X)
     context.close()
     assert np.array_equal(other(X), model(X))
-
-
-def test_refusal_within_a_call_closes_nothing(model: Executable) -> None:
-    with pytest.raises(InputError, match="shape"):
-        model(X[:1])
-    assert np.allclose(model(X), 2 * np.tanh(1))
 
 
 def test_close_waits_for_the_call_of_another_thread(model: Executable) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from subprocesses import python
 
 from nimblert.arrays import device_arrays, dlpack
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
@@ -224,34 +223,3 @@ def test_memory_goes_with_the_last_capsule_consumed_or_not() -> None:
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(address)
     assert dlpack._exported == {}
     assert gone == [1]
-
-
-AT_THE_END = """
-import ctypes, gc
-import numpy as np
-from nimblert.arrays import dlpack
-
-class Output:
-    def __init__(self, array):
-        self.array = array
-    def __dlpack_device__(self):
-        return 1, 0
-    def __dlpack__(self, **_):
-        found = dlpack.Found(self.array.ctypes.data, "float32", (3,), (1,), 0)
-        return dlpack.capsule(found, 4, self.array)
-
-dlpack.CUDA = 1  # numpy's kind of device
-used, unused = np.from_dlpack(Output(np.zeros(3, "f4"))), Output(np.zeros(3, "f4")).__dlpack__()
-for name in vars(dlpack):
-    setattr(dlpack, name, None)  # as the interpreter does at its end
-gc.collect()
-called = []
-others = [kind(None, ctypes.c_void_p)(called.append) for kind in (ctypes.CFUNCTYPE, ctypes.PYFUNCTYPE) * 50]
-del used, unused
-assert called == []
-"""
-
-
-def test_an_output_of_another_library_may_end_with_the_interpreter() -> None:
-    """Where its deleter were freed before, the process would crash."""
-    assert python(AT_THE_END) == ""

@@ -20,14 +20,7 @@ from nimblert.plan import Command, Launch, Memset, Pointer, Record, Region, Wait
 
 def launch(stream: int, *, programmatic: bool = False) -> Launch:
     return Launch(
-        stream=stream,
-        op=0,
-        kernel=0,
-        params=b"",
-        relocations=(),
-        reads=(),
-        writes=(),
-        programmatic=programmatic,
+        stream=stream, op=0, kernel=0, params=b"", relocations=(), reads=(), writes=(), programmatic=programmatic
     )
 
 
@@ -44,40 +37,37 @@ def wait(stream: int, event: int) -> Wait:
     return Wait(stream=stream, event=event)
 
 
-def sources(*commands: Command) -> list[list[int]]:
-    return [[edge.source for edge in row] for row in edges(commands)]
+EDGES: dict[str, tuple[tuple[Command, ...], list[list[int]]]] = {
+    "a stream is a chain": ((launch(0), fill(0), launch(1), launch(0)), [[], [0], [], [1]]),
+    "a wait is an edge from the work recorded": (
+        (launch(0), record(0, 0), launch(0), wait(1, 0), fill(1), launch(1)),
+        [[], [0], [0], [2]],
+    ),
+    "an event without work carries what its stream waits for": (
+        (launch(0), record(0, 0), wait(1, 0), record(1, 1), wait(2, 1), launch(2), launch(1)),
+        [[], [0], [0]],
+    ),
+    "an event of an empty stream orders nothing": ((record(0, 0), wait(1, 0), launch(1)), [[]]),
+    "an event marks what was issued before it": (
+        (launch(0), record(0, 0), launch(1), wait(0, 0), launch(0)),
+        [[], [], [0]],
+    ),
+    "a wait for another event does not move it": (
+        (launch(0), record(0, 0), launch(2), record(2, 1), wait(0, 1), wait(1, 0), launch(1)),
+        [[], [], [0]],
+    ),
+    "equal edges are one": ((launch(0), record(0, 0), wait(0, 0), launch(0)), [[], [0]]),
+    "implied edges are left out": (
+        (launch(0), record(0, 0), wait(1, 0), launch(1), record(1, 1), wait(0, 1), wait(0, 0), launch(0)),
+        [[], [0], [1]],
+    ),
+}
 
 
-def test_a_stream_is_a_chain() -> None:
-    assert sources(launch(0), fill(0), launch(1), launch(0)) == [[], [0], [], [1]]
-
-
-def test_a_wait_is_an_edge_from_the_work_recorded() -> None:
-    commands = (launch(0), record(0, 0), launch(0), wait(1, 0), fill(1), launch(1))
-    assert sources(*commands) == [[], [0], [0], [2]]
-
-
-def test_an_event_without_work_carries_what_its_stream_waits_for() -> None:
-    commands = (launch(0), record(0, 0), wait(1, 0), record(1, 1), wait(2, 1), launch(2), launch(1))
-    assert sources(*commands) == [[], [0], [0]]
-
-
-def test_an_event_of_an_empty_stream_orders_nothing() -> None:
-    assert sources(record(0, 0), wait(1, 0), launch(1)) == [[]]
-
-
-def test_an_event_marks_what_was_issued_before_it_only() -> None:
-    commands = (launch(0), record(0, 0), launch(1), wait(0, 0), launch(0))
-    assert sources(*commands) == [[], [], [0]]
-    later = (launch(0), record(0, 0), launch(2), record(2, 1), wait(0, 1), wait(1, 0), launch(1))
-    assert sources(*later) == [[], [], [0]]
-
-
-def test_equal_and_implied_edges_are_left_out() -> None:
-    twice = (launch(0), record(0, 0), wait(0, 0), launch(0))
-    assert sources(*twice) == [[], [0]]
-    detour = (launch(0), record(0, 0), wait(1, 0), launch(1), record(1, 1), wait(0, 1), wait(0, 0), launch(0))
-    assert sources(*detour) == [[], [0], [1]]
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_follow_streams_and_events(name: str) -> None:
+    commands, expected = EDGES[name]
+    assert [[edge.source for edge in row] for row in edges(commands)] == expected
 
 
 def test_only_the_edge_along_the_stream_is_programmatic() -> None:
@@ -87,7 +77,7 @@ def test_only_the_edge_along_the_stream_is_programmatic() -> None:
     assert edges(alone)[1] == (Edge(source=0),)
 
 
-def test_what_comes_before_and_after_a_program_joins_its_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "add_node", lambda _graph, command, *_: command)
     monkeypatch.setattr(graph, "_add_edges", lambda *_: None)
     memory: Any = None

@@ -14,14 +14,10 @@ from nimblert.golden import Comparison, Verdict
 from nimblert.plan import Pointer, Program, Region, Tensor
 
 
-def tensor(
-    name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None
-) -> Tensor:
+def tensor(name: str, dtype: str, shape: tuple[int, ...], sample_range: tuple[int, int] | None = None) -> Tensor:
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     place = Pointer(region=Region.INPUT)
-    return Tensor(
-        name=name, dtype=dtype, shape=shape, strides=strides, pointer=place, sample_range=sample_range
-    )
+    return Tensor(name=name, dtype=dtype, shape=shape, strides=strides, pointer=place, sample_range=sample_range)
 
 
 def program(*inputs: Tensor) -> Program:
@@ -31,11 +27,7 @@ def program(*inputs: Tensor) -> Program:
 def test_the_inputs_of_a_seed_never_change() -> None:
     """Values written down once: a plan's golden record outlives numpy's releases."""
     inputs = golden.draw_inputs(
-        program(
-            tensor("x", "float32", (2, 2)),
-            tensor("ids", "int64", (6,), (0, 99)),
-            tensor("mask", "bool", (8,)),
-        ),
+        program(tensor("x", "float32", (2, 2)), tensor("ids", "int64", (6,), (0, 99)), tensor("mask", "bool", (8,))),
         seed=7,
     )
     assert inputs["x"].tobytes().hex() == "5c0f23bd9698ba3ea1ba293fcb8ecc3e"
@@ -123,7 +115,7 @@ def test_equal_bits_are_bit_exact() -> None:
 
 
 @pytest.mark.parametrize("allow", [{"tolerance": 1e-4}, {"rounding": 1e-4}])
-def test_a_small_difference_is_within_tolerance_only_where_one_is_allowed(allow: dict[str, float]) -> None:
+def test_golden_tolerance_must_be_allowed(allow: dict[str, float]) -> None:
     near = OUTPUT.copy()
     near[-1] += 4e-4
     assert compare(near).verdict is Verdict.DIFFERENT
@@ -158,7 +150,7 @@ def test_another_number_of_elements_is_different() -> None:
     assert compare(np.zeros(3), expected=np.zeros(4), tolerance=0.5).difference == math.inf
 
 
-def test_a_record_of_numbers_far_apart_is_different_without_a_warning() -> None:
+def test_golden_differs_without_warning() -> None:
     actual = np.array([-1.7e308])
     recorded = golden.GoldenOutput(sha256=bytes(32), samples=(1.7e308,))
     (compared,) = golden.check(golden.Golden(seed=0, tolerance=1e9, outputs=(recorded,)), [actual])

@@ -109,7 +109,7 @@ def test_an_event_orders() -> None:
     assert len(list(hazards(program(writer, Record(stream=0, event=0), reader)))) == 1
 
 
-def test_reads_alone_regions_apart_and_touching_ranges_are_no_hazard() -> None:
+def test_hazards_need_a_shared_write() -> None:
     same = (at(Region.INPUT, 0, 0), 64)
     assert list(hazards(program(launch(0, reads=(same,)), launch(1, reads=(same,))))) == []
     other = (at(Region.INPUT, 0, 1), 64)
@@ -181,7 +181,7 @@ def test_every_missing_wait_is_found(model: Graph) -> None:
 
 
 @given(graphs(), st.integers(0, 1000), st.data())
-def test_hazards_are_found_just_where_all_pairs_compared_find_any(model: Graph, seed: int, data: st.DataObject) -> None:
+def test_hazards_match_all_pairs(model: Graph, seed: int, data: st.DataObject) -> None:
     """Waits are left out and commands moved to other streams, so that most programs are broken somewhere."""
     model = rename_workspaces(model)
     for schedule in schedules(dependencies(model), seed):
@@ -234,12 +234,12 @@ def timed(checked: Program, most_s: float) -> list[str]:
     return found
 
 
-def test_a_hundred_thousand_commands_are_judged_in_about_a_second() -> None:
+def test_hazards_judge_large_plan_in_time() -> None:
     assert timed(network(30_000), 20) == []
     assert timed(program(*(fill(0, 64 * i) for i in range(100_000))), 20) == []
 
 
-def test_a_broken_network_of_a_hundred_thousand_commands_is_found_in_time() -> None:
+def test_hazards_find_large_break_in_time() -> None:
     whole = network(30_000)
     place = next(i for i, command in enumerate(whole.commands) if i > 60_000 and isinstance(command, Wait))
     assert timed(replace(whole, commands=whole.commands[:place] + whole.commands[place + 1 :]), 20)

@@ -20,33 +20,36 @@ ELEMENT_TYPES = {
 }
 
 
-def session(operator: str, arrays: Mapping[str, np.ndarray], output: str, **attributes: Any) -> Any:
-    """A session of one node on several threads, whose output is like the input of that name."""
-    infos = [helper.make_tensor_value_info(n, ELEMENT_TYPES[a.dtype.name], a.shape) for n, a in arrays.items()]
-    like = arrays[output]
-    result = helper.make_tensor_value_info("result", ELEMENT_TYPES[like.dtype.name], like.shape)
-    node = helper.make_node(operator, list(arrays), ["result"], **attributes)
-    model = helper.make_model(
-        helper.make_graph([node], "one", infos, [result]), opset_imports=[helper.make_opsetid("", 18)], ir_version=9
-    )
+def session(nodes: list[Any], inputs: list[Any], outputs: list[Any], held: Any = ()) -> Any:
+    """A session of these nodes as they are, on several threads."""
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "one", inputs, outputs, held)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def run_in(made: Any, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+    """A run whose results lie in these arrays."""
+    binding = made.io_binding()
+    for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+        for name, array in arrays.items():
+            bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    made.run_with_iobinding(binding)
+
+
 def check(operator: str, arrays: Mapping[str, np.ndarray], output: str, **attributes: Any) -> None:
     """Compare a run whose output lies over an input with one out of place."""
-    made = session(operator, arrays, output, **attributes)
+    infos = [helper.make_tensor_value_info(n, ELEMENT_TYPES[a.dtype.name], a.shape) for n, a in arrays.items()]
+    like = arrays[output]
+    result = helper.make_tensor_value_info("result", ELEMENT_TYPES[like.dtype.name], like.shape)
+    made = session([helper.make_node(operator, list(arrays), ["result"], **attributes)], infos, [result])
     (wanted,) = made.run(None, dict(arrays))
     memory = {name: array.copy() for name, array in arrays.items()}
-    binding = made.io_binding()
-    for name, array in memory.items():
-        binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-    over = memory[output]
-    binding.bind_output("result", "cpu", 0, over.dtype.type, over.shape, over.ctypes.data)
-    made.run_with_iobinding(binding)
-    np.testing.assert_array_equal(over, wanted, strict=True)
+    run_in(made, memory, {"result": memory[output]})
+    np.testing.assert_array_equal(memory[output], wanted, strict=True)
     for name in arrays.keys() - {output}:
         np.testing.assert_array_equal(memory[name], arrays[name])
 
@@ -128,18 +131,8 @@ def test_views_have_no_memory_of_their_own(operator: str) -> None:
     held = [numpy_helper.from_array(array, n) for n, array in (constants | numbers).items()]
     if operator == "com.microsoft:ExpandDims":  # whose axis ONNX Runtime 1.24 reads from this field alone
         held[0] = helper.make_tensor("c0", TensorProto.INT32, [], [0])
-    model = helper.make_model(
-        helper.make_graph(nodes, "one", [infos["x"]], [infos["over"], found], held),
-        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)], ir_version=9,
-    )  # fmt: skip
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    made = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    made = session(nodes, [infos["x"]], [infos["over"], found], held)
     memory, result = np.ones(SHAPE, np.float32), np.zeros(shape, np.float32)
-    binding = made.io_binding()
-    binding.bind_input("x", "cpu", 0, np.float32, SHAPE, memory.ctypes.data)
-    binding.bind_output("over", "cpu", 0, np.float32, SHAPE, memory.ctypes.data)
-    binding.bind_output("found", "cpu", 0, np.float32, shape, result.ctypes.data)
-    made.run_with_iobinding(binding)
+    run_in(made, {"x": memory}, {"over": memory, "found": result})
     assert np.all(memory == -1)
     assert np.all(result == (-1 if onnx_operators.is_view(Node(op_type=name, domain=domain)) else 1))

@@ -1,6 +1,5 @@
 """Calls like earlier ones, which are not checked again: they are refused, and see changes, as first calls do."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from cpu_plans import floats, write_model
 from onnx import TensorProto, helper
-from subprocesses import python
 
 import nimblec
 import nimblert
@@ -48,15 +46,6 @@ def arrays(seed: int, rows: tuple[int, int] = (3, 1)) -> dict[str, np.ndarray]:
     return {"x": x, "i": np.array(rows, np.int64)}
 
 
-def test_outputs_of_earlier_calls_stay(model: Executable) -> None:
-    first = model.run(arrays(1))["y"]
-    kept = first.copy()
-    second = model.run(arrays(2))["y"]
-    assert not np.array_equal(first, second)
-    assert np.array_equal(first, kept)
-    assert first.flags.owndata
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -82,9 +71,7 @@ def test_array_that_does_not_fit_is_refused_after_calls_that_did(model: Executab
         ((0,), {}, r"3 arrays were given, the plan takes 2: \['x', 'i'\]"),
     ],
 )
-def test_call_with_too_many_arguments_is_refused(
-    model: Executable, more: tuple[Any, ...], named: dict[str, Any], sentence: str
-) -> None:
+def test_call_refuses_arguments(model: Executable, more: tuple[Any, ...], named: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         model(*arrays(0).values(), *more, **named)
 
@@ -130,27 +117,3 @@ def test_replay_repeats_the_last_call(model: Executable) -> None:
     expected = model.run(arrays(2))["y"]
     model.replay()
     assert np.array_equal(model._backends["main"].outputs[0], expected)
-
-
-FORKED = f"""
-import os, sys
-import numpy as np
-import nimblert
-
-given = {{"x": np.zeros(({SIZE}, {SIZE}), np.float32), "i": np.zeros(2, np.int64)}}
-model = nimblert.load(sys.argv[1])
-for _ in range(3):
-    model.run(given)
-if os.fork():
-    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
-try:
-    model.run(given)
-except nimblert.InputError as exc:
-    print(exc, flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_forked_process_is_told_to_load_again(path: Path) -> None:
-    assert "load the plan again in this one" in python(FORKED, path)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from host_driver import HostDriver
 from plans import cpu_plan
 
 import nimblert
-from nimblec.plan import encoder
 from nimblec.plan.refit_programs import refits_in_place
 from nimblert import CudaError, DeviceMismatchError, Executable, ExecutablePool, InputError, load_pool
 from nimblert.check.program_rules import keeps_state
@@ -182,29 +180,6 @@ def test_pool_refits_all_devices_or_none(put: Callable[[np.ndarray], Any]) -> No
 
 
 @on_host
-@pytest.mark.parametrize("short", [0, 1])
-def test_pool_refit_stops_at_a_device_without_memory(host: HostDriver, short: int) -> None:
-    """The devices before that one have the new weights, and a second refit changes all."""
-    x, w = drawn(1, SHAPE), drawn(2, SHAPE)
-    with load_pool(weighted()) as pool:
-        allocate = host.cuMemAlloc
-
-        def allocated(nbytes: int) -> Any:
-            if host.current_device == short:
-                return (host.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
-            return allocate(nbytes)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(host, "cuMemAlloc", allocated)
-            with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
-                pool.refit({"w": w})
-        expected = [w if device < short else drawn(0, SHAPE) for device in pool.devices]
-        assert np.array_equal(answers(pool, x), expected)
-        pool.refit({"w": w})
-        assert np.array_equal(answers(pool, x), [w, w])
-
-
-@on_host
 def test_pool_refuses_state(host: HostDriver) -> None:
     with pytest.raises(InputError, match=r"the plan has state, .*: load it on each, with load\(\)$"):
         load_pool(counting())
@@ -244,24 +219,6 @@ def test_pool_close_waits_for_calls(put: Callable[[np.ndarray], Any]) -> None:
         closing.result(20)
     with pytest.raises(InputError, match="closed"):
         pool(x)
-
-
-@pytest.mark.parametrize("fails", [0, 2])
-def test_pool_close_closes_all_whatever_one_raises(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tmp_path / "cpu.plan"
-    encoder.write(cpu_plan(), plan)
-    pool = ExecutablePool([nimblert.load(plan) for _ in range(3)])
-    close = Executable.close
-
-    def failing(self: Executable) -> None:
-        close(self)
-        if self is pool.executables[fails]:
-            raise CudaError("cuMemFree", "CUDA_ERROR_UNKNOWN")
-
-    monkeypatch.setattr(Executable, "close", failing)
-    with pytest.raises(CudaError, match="cuMemFree"):
-        pool.close()
-    assert all(executable._lock.closed is not None for executable in pool.executables)
 
 
 @on_host

@@ -1,7 +1,6 @@
 """The state of a loaded plan by name: read, written, reset, and refused in one sentence."""
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from kept_state import keeping
 
 import nimblert
 from nimblec.plan import encoder
-from nimblert.calls import refitting
 from nimblert.check import verify
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.executable import Executable
@@ -120,21 +118,6 @@ def test_the_state_of_another_context_is_taken_or_its_own(loaded: Executable) ->
             assert state["kept"].tolist() == [9, 9, 9, 9]
 
 
-def test_a_plan_without_state_says_so() -> None:
-    with (
-        nimblert.load(plans.cpu_plan()) as loaded,
-        pytest.raises(InputError, match=r"^state 'kept': not found, the plan has none$"),
-    ):
-        loaded.state["kept"]
-
-
-def test_what_is_no_name_is_not_found(loaded: Executable) -> None:
-    with pytest.raises(InputError, match=r"^state \[\]: not found, the plan has \['kept'\]$"):
-        loaded.state[[]]  # type: ignore[index] (what is tested)
-    with pytest.raises(InputError, match=r"^input \[\]: not found, the entry has "):
-        loaded.empty_input([], entry="write")  # type: ignore[arg-type] (what is tested)
-
-
 ASKING: list[Callable[[Any], object]] = [
     lambda context: context.state["kept"],
     lambda context: context.state.update({"kept": floats(0, 0, 0, 0)}),
@@ -209,15 +192,6 @@ def test_files_need_a_package(loaded: Executable, tmp_path: Path, monkeypatch: p
             use(tmp_path / "state.safetensors")
 
 
-def test_state_that_a_reset_would_not_give_back() -> None:
-    plan = keeping()
-    (tensor,) = plan.state
-    short = replace(tensor, shape=(3,), data=tensor.data[:12])
-    sentence = "programs[0].commands[1]: 16 bytes at 0 of STATE lie in no one tensor of it"
-    assert sentence in list(verify.problems(replace(plan, state=(short,))))
-    assert sentence in list(verify.problems(replace(plan, state=())))
-
-
 def test_state_that_is_written_beside_who_reads_it() -> None:
     plan = keeping()
     read = plan.programs[2]
@@ -243,20 +217,6 @@ def test_names_that_users_cannot_ask_for(names: tuple[str, str], sentence: str) 
     assert list(verify.problems(replace(keeping(), state=tuple(halves), state_nbytes=32))) == [sentence]
 
 
-def test_a_long_name_is_shortened_in_a_refusal() -> None:
-    plan = replace(keeping(), state=(plans.weight("a" * 100_000 + "\n", (1.0, 2.0, 3.0, 4.0), 0),))
-    with pytest.raises(PlanInvalidError, match=r"^state\[0\]\.name: 'a{200,300}\.\.\.a{50,150}\\n' is not printable$"):
-        verify.check(plan)
-
-
-@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    refused = pytest.raises(InputError, match=r"(pipe|/dev/zero): is no regular file, expected a safetensors file")
-    with refused, refitting.opened(tmp_path / name):
-        pass
-
-
 @pytest.mark.parametrize("shape", [[1] * 65, [0, 2**62, 2**62], [0, 2**63]])
 def test_a_file_with_a_shape_that_no_array_has(loaded: Executable, tmp_path: Path, shape: list[int]) -> None:
     pytest.importorskip("safetensors", reason="needs safetensors: not installed")
@@ -266,9 +226,3 @@ def test_a_file_with_a_shape_that_no_array_has(loaded: Executable, tmp_path: Pat
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
     with pytest.raises(InputError, match="safetensors: 'kept' has a shape that no array has: "):
         loaded.state.load(path)
-
-
-def test_a_name_too_long_for_a_file(loaded: Executable) -> None:
-    pytest.importorskip("safetensors", reason="needs safetensors: not installed")
-    with pytest.raises(InputError, match="is no safetensors file that can be read: "):
-        loaded.state.load("a" * 300)

@@ -2,9 +2,7 @@
 
 import ctypes
 import gc
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from copying import ORDERS, copying, copying_each, drawn, laid_out, on_gpu, on_h
 from host_driver import HostDriver, LateDriver
 
 import nimblert
-from nimblert import CudaError, Executable, InputError
+from nimblert import Executable, InputError
 from nimblert.cuda import driver, uploader
 from nimblert.cuda.driver import Context
 from nimblert.cuda.memory import allocate, host_bytes
@@ -59,9 +57,7 @@ def filled(model: Executable, seed: int, name: str = "x") -> np.ndarray:
     return array
 
 
-def check(
-    model: Executable, copied: list[int], inputs: Callable[[int], np.ndarray], *, through_slots: bool
-) -> None:
+def check(model: Executable, copied: list[int], inputs: Callable[[int], np.ndarray], *, through_slots: bool) -> None:
     """Each call has its own input; all go through the uploader's slots, or none does."""
     for seed in range(6):
         x = inputs(seed)
@@ -126,7 +122,7 @@ def part_of(model: Executable, seed: int, cut: Callable[[np.ndarray], np.ndarray
     ],
     ids=["first", "other", "unaligned"],
 )
-def test_dense_part_of_page_locked_memory_is_read_in_place(
+def test_dense_page_locked_part_is_in_place(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     with nimblert.load(copying((2 * SHAPE[0], *SHAPE[1:]), ORDERS["contiguous"])) as memory:
@@ -142,7 +138,7 @@ def test_dense_part_of_page_locked_memory_is_read_in_place(
     ],
     ids=["gaps", "backwards rows", "backwards"],
 )
-def test_page_locked_array_with_gaps_or_backwards_is_copied(
+def test_page_locked_gaps_are_copied(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     """By one thread, to the staging memory of the input."""
@@ -173,9 +169,7 @@ def test_ordinary_memory_is_copied(model: Executable, copied: list[int]) -> None
 
 
 @on_host
-def test_memory_of_which_cuda_knows_a_part_or_no_more_is_copied(
-    model: Executable, copied: list[int], host: HostDriver
-) -> None:
+def test_memory_known_in_part_is_copied(model: Executable, copied: list[int], host: HostDriver) -> None:
     nbytes = 4 * int(np.prod(SHAPE))
     memory = (ctypes.c_uint8 * nbytes)()
     address = ctypes.addressof(memory)
@@ -199,9 +193,7 @@ def test_pinned_tensor_is_read_in_place(model: Executable, copied: list[int]) ->
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 32, 24), SHAPE])
-def test_input_of_an_enqueued_run_may_be_changed_at_once(
-    put: object, copied: list[int], shape: tuple[int, ...]
-) -> None:
+def test_enqueued_input_may_be_changed(put: object, copied: list[int], shape: tuple[int, ...]) -> None:
     del put
     with nimblert.load(copying(shape, ORDERS["contiguous"]), poison=True) as model:
         x = filled(model, 0)
@@ -213,16 +205,6 @@ def test_input_of_an_enqueued_run_may_be_changed_at_once(
             assert copied == [x.nbytes] * (shape == SHAPE)
             model.synchronize()
             assert np.array_equal(torch.from_dlpack(y).cpu().numpy(), drawn(seed, shape))
-
-
-def test_contexts_of_several_threads_upload_at_the_same_time(model: Executable) -> None:
-    def calls(seed: int) -> None:
-        with model.context() as context:
-            for step in range(5):
-                assert np.array_equal(context(drawn(seed + step, SHAPE)), drawn(seed + step, SHAPE))
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(calls, range(0, 20, 5)))
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -248,19 +230,6 @@ def test_empty_input_outlives_its_plan(put: object, host: HostDriver) -> None:
     del x
     gc.collect()
     assert not host.allocated
-
-
-def test_threads_make_inputs_during_the_call_of_another(model: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
-    enqueue, made = Uploader.enqueue, list[np.ndarray]()
-    with model.context() as context, ThreadPoolExecutor(1) as thread:
-
-        def meanwhile(*args: Any) -> None:
-            made.extend(thread.submit(each.empty_input, "x").result(20) for each in (model, context))
-            enqueue(*args)
-
-        monkeypatch.setattr(Uploader, "enqueue", meanwhile)
-        assert np.array_equal(model(drawn(0, SHAPE)), drawn(0, SHAPE))
-    assert [array.shape for array in made] == [SHAPE, SHAPE]
 
 
 def test_empty_input_is_refused_by_name_and_once_closed(put: object) -> None:
@@ -324,36 +293,3 @@ def test_uploader_copies_all_bytes_and_lets_go_of_the_arrays(context: Context, s
         driver.call("cuCtxSynchronize")
         for target, array in zip(targets, arrays, strict=True):
             np.testing.assert_array_equal(host_bytes(target, array.nbytes), array ^ again)
-
-
-def test_uploader_enqueues_what_follows_an_upload_before_the_next(context: Context, late: LateDriver) -> None:
-    arrays = of_sizes(5 * SLOT_NBYTES, 10, 12 * SLOT_NBYTES)
-    enqueued: list[int] = []
-
-    def follow() -> None:
-        enqueued.append(late.calls["cuMemcpyHtoDAsync"])
-
-    Uploader(context).enqueue([Upload(allocate(context, array.nbytes), array, follow) for array in arrays], 0)
-    assert enqueued == [5, 6, 18]
-
-
-def test_uploader_has_no_thread_copy_on_after_an_error(
-    context: Context, late: LateDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Callers may change their arrays then, and the next upload takes the same slots."""
-    arrays = of_sizes(*(SLOT_NBYTES,) * 40)
-    targets = [allocate(context, array.nbytes) for array in arrays]
-    begun, ended = list[int](), list[int]()
-    fill = uploader._fill
-
-    def slow(*given: Any) -> None:
-        begun.append(0)
-        time.sleep(0 if len(begun) == 1 else 0.05)
-        fill(*given)
-        ended.append(0)
-
-    monkeypatch.setattr(uploader, "_fill", slow)
-    late.failing["cuMemcpyHtoDAsync"] = late.CUresult.CUDA_ERROR_UNKNOWN
-    with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
-        Uploader(context).enqueue(map(Upload, targets, arrays), 0)
-    assert 0 < len(begun) == len(ended) < 16

@@ -166,10 +166,8 @@ def test_a_linear_takes_the_scale_of_each_channel_through_views(viewed: Callable
     assert_same(before, after, x, rtol=1e-12)
 
 
-@pytest.mark.parametrize("scale_as", [lambda y, s: y * s, lambda y, s: (y.permute(0, 3, 1, 2) * s[:, None, None])])
-def test_a_convolution_takes_the_scale_of_each_channel_through_views(
-    scale_as: Callable[[Tensor, Tensor], Tensor],
-) -> None:
+@pytest.mark.parametrize("scale_as", [lambda y, s: y * s, lambda y, s: y.permute(0, 3, 1, 2) * s[:, None, None]])
+def test_scale_reaches_convolution_through_views(scale_as: Callable[[Tensor, Tensor], Tensor]) -> None:
     weight, scale, x = _random(6, 4, 3, 3), _random(6), _random(2, 4, 5, 5)
     before = record(lambda x: scale_as(torch.conv2d(x, weight).permute(0, 2, 3, 1), scale), x)
     after = rewritten(before, fold_batch_norm)

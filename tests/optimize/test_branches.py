@@ -35,10 +35,6 @@ def _norm(x: Tensor, seed: int = 5) -> Tensor:
     return functional.batch_norm(x, mean, mean.abs() + 0.5, weight, bias)
 
 
-def _repvgg(x: Tensor) -> Tensor:
-    return torch.relu(_norm(_conv(x, 3)) + _norm(_conv(x, 1, bias=False), 6) + _norm(x, 7))
-
-
 def _mobile_one(x: Tensor) -> Tensor:
     """Depthwise, over-parametrised: several branches of one size, the first of two sums of nothing."""
     total = _norm(x) + 0 + 0
@@ -52,30 +48,21 @@ def _rep_mixer(x: Tensor) -> Tensor:
     return x + _random(8, 1, 1) * (_conv(x, 7, groups=8) - _norm(x))
 
 
-def _taken_off_a_norm(x: Tensor) -> Tensor:
-    return _norm(x) - _conv(x, 3)
-
-
-def _halved(x: Tensor) -> Tensor:
-    return _conv(x, 3, stride=2) + _conv(x, 1, stride=2, bias=False)
-
-
-def _grouped(x: Tensor) -> Tensor:
-    return _conv(x, 3, groups=2) + x * _random(8, 1, 1)
-
-
 def _uneven(x: Tensor) -> Tensor:
     weight = _random(8, 8, 1, 3)
     return functional.conv2d(x, weight, padding=(0, 1)) + _conv(x, 3)
 
 
 JOINED: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
-    "RepVGG": (_repvgg, {"convolution": 1, "relu": 1}),
+    "RepVGG": (
+        lambda x: torch.relu(_norm(_conv(x, 3)) + _norm(_conv(x, 1, bias=False), 6) + _norm(x, 7)),
+        {"convolution": 1, "relu": 1},
+    ),
     "MobileOne": (_mobile_one, {"convolution": 1}),
     "RepMixer": (_rep_mixer, {"convolution": 1, "add": 1}),
-    "taken off a norm": (_taken_off_a_norm, {"convolution": 1}),
-    "halved": (_halved, {"convolution": 1}),
-    "grouped": (_grouped, {"convolution": 1}),
+    "taken off a norm": (lambda x: _norm(x) - _conv(x, 3), {"convolution": 1}),
+    "halved": (lambda x: _conv(x, 3, stride=2) + _conv(x, 1, stride=2, bias=False), {"convolution": 1}),
+    "grouped": (lambda x: _conv(x, 3, groups=2) + x * _random(8, 1, 1), {"convolution": 1}),
     "uneven": (_uneven, {"convolution": 1}),
 }
 
@@ -113,33 +100,9 @@ def test_any_geometry(data: st.DataObject) -> None:
     assert_same(before, after, IMAGES, rtol=1e-12)
 
 
-def _other_images(x: Tensor) -> Tensor:
-    return _conv(x, 3) + _conv(x.neg(), 1)
-
-
 def _used_elsewhere(x: Tensor) -> Tensor:
     left = _conv(x, 3)
     return (left + _conv(x, 1)) * left
-
-
-def _other_stride(x: Tensor) -> Tensor:
-    return _conv(x, 3, stride=2).repeat(1, 1, 2, 2)[:, :, :9, :7] + _conv(x, 1)
-
-
-def _other_dilation(x: Tensor) -> Tensor:
-    return _conv(x, 3, dilation=2, padding=2) + _conv(x, 3)
-
-
-def _other_place(x: Tensor) -> Tensor:
-    return _conv(x, 3, padding=0) + _conv(x, 2, padding=0)[:, :, 1:, 1:]
-
-
-def _plain_residual(x: Tensor) -> Tensor:
-    return x + _conv(x, 3)
-
-
-def _broadcast(x: Tensor) -> Tensor:
-    return _conv(x, 3, out=1) + _norm(x)
 
 
 def _broadcast_pixel(x: Tensor) -> Tensor:
@@ -147,24 +110,20 @@ def _broadcast_pixel(x: Tensor) -> Tensor:
     return functional.conv2d(x, _random(8, 8, 9, 7)) + _conv(x, 1)
 
 
-def _weighted(x: Tensor) -> Tensor:
-    return torch.add(_conv(x, 3), _conv(x, 1), alpha=2)
+STAY: dict[str, Callable[[Tensor], Tensor]] = {
+    "other images": lambda x: _conv(x, 3) + _conv(x.neg(), 1),
+    "used elsewhere": _used_elsewhere,
+    "other stride": lambda x: _conv(x, 3, stride=2).repeat(1, 1, 2, 2)[:, :, :9, :7] + _conv(x, 1),
+    "other dilation": lambda x: _conv(x, 3, dilation=2, padding=2) + _conv(x, 3),
+    "other place": lambda x: _conv(x, 3, padding=0) + _conv(x, 2, padding=0)[:, :, 1:, 1:],
+    "plain residual": lambda x: x + _conv(x, 3),
+    "broadcast": lambda x: _conv(x, 3, out=1) + _norm(x),
+    "broadcast pixel": _broadcast_pixel,
+    "weighted": lambda x: torch.add(_conv(x, 3), _conv(x, 1), alpha=2),
+}
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _other_images,
-        _used_elsewhere,
-        _other_stride,
-        _other_dilation,
-        _other_place,
-        _plain_residual,
-        _broadcast,
-        _broadcast_pixel,
-        _weighted,
-    ],
-)
+@pytest.mark.parametrize("function", STAY.values(), ids=STAY)
 def test_what_is_no_such_sum_stays(function: Callable[[Tensor], Tensor]) -> None:
     before = rewritten(record(function, IMAGES), fold_batch_norm)
     assert counts(rewritten(before, join_branches)) == counts(before)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, random_half, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 TILING = Tiling(block_m=16, block_n=16, block_k=32, split_k=2)
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-IMAGES = _random(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
-BIAS = _random(64, seed=2)
+IMAGES = random_half(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
+BIAS = random_half(64, seed=2)
 
 
 def _conv(x: Tensor, out: int, size: int = 1, seed: int = 3) -> Tensor:
-    weight = _random(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
+    weight = random_half(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
     return functional.conv2d(x, weight, BIAS[:out], padding=size // 2)
 
 
@@ -161,7 +157,7 @@ def test_the_last_channels_of_a_result_are_a_part_like_others() -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_an_output_that_is_a_view_of_a_concatenation_lies_as_it_did(rows: bool) -> None:
+def test_concatenation_view_keeps_layout(rows: bool) -> None:
     """The concatenation has come to lie in the memory of a longer one, and so has the view."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,30 +183,22 @@ def _used_elsewhere(x: Tensor) -> Tensor:
     return torch.cat([first, second], 1).mean() + functional.max_pool2d(second, 2).sum()
 
 
-def _with_something_else(x: Tensor) -> Tensor:
-    return torch.cat([*_branches(x, 8, 16), functional.max_pool2d(x, 3, 1, 1)], 1)
-
-
-def _with_gaps(x: Tensor) -> Tensor:
-    return torch.cat(_branches(x, 7, 16), 1)
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    return torch.cat(_branches(x, 8, 8), 2)
-
-
 def _twice_the_same(x: Tensor) -> Tensor:
     (part,) = _branches(x, 8)
     return torch.cat([part, part], 1)
 
 
-def _of_single_pixels(x: Tensor) -> Tensor:
-    return torch.cat(_branches(x.mean((2, 3), keepdim=True), 8, 8), 1)
+STAY: dict[str, Callable[[Tensor], Tensor]] = {
+    "used elsewhere": _used_elsewhere,
+    "with something else": lambda x: torch.cat([*_branches(x, 8, 16), functional.max_pool2d(x, 3, 1, 1)], 1),
+    "with gaps": lambda x: torch.cat(_branches(x, 7, 16), 1),
+    "by rows": lambda x: torch.cat(_branches(x, 8, 8), 2),
+    "twice the same": _twice_the_same,
+    "of single pixels": lambda x: torch.cat(_branches(x.mean((2, 3), keepdim=True), 8, 8), 1),
+}
 
 
-@pytest.mark.parametrize(
-    "function", [_used_elsewhere, _with_something_else, _with_gaps, _by_rows, _twice_the_same, _of_single_pixels]
-)
+@pytest.mark.parametrize("function", STAY.values(), ids=STAY)
 def test_what_would_spare_no_copy_stays(function: Callable[[Tensor], Tensor]) -> None:
     before = _graph(function)
     assert counts(before)["cat"] == 1

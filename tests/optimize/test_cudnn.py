@@ -57,7 +57,7 @@ def test_only_common_groups_are_fused(channels: int, groups: int) -> None:
     assert counts(rewritten(before, fuse_convolutions)) == counts(before)
 
 
-def test_of_two_convolutions_the_later_takes_the_other_as_residual() -> None:
+def test_later_convolution_takes_residual() -> None:
     first, second = _weight(8, 4, 3, 3), _weight(8, 4, 1, 1)
     before = record(lambda x: torch.relu(torch.conv2d(x, second) + torch.conv2d(x, first, padding=1)), X)
     after = rewritten(before, fuse_convolutions)

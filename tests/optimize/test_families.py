@@ -13,8 +13,7 @@ from nimblec.optimize import optimize
 
 
 @pytest.mark.parametrize(
-    ("name", "device"),
-    [*((name, "cuda") for name in (*FAMILIES, "densenet")), ("resnet", "cpu"), ("bert", "cpu")],
+    ("name", "device"), [*((name, "cuda") for name in (*FAMILIES, "densenet")), ("resnet", "cpu"), ("bert", "cpu")]
 )
 def test_a_family_in_double_and_single_precision(name: str, device: str) -> None:
     for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):

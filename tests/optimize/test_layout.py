@@ -48,7 +48,7 @@ def test_one_conversion_in_and_one_out() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_of_convolutions_are_read_and_made_channels_last(frozen: bool) -> None:
+def test_layout_of_gradients_is_channels_last(frozen: bool) -> None:
     x, grad = (torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(n)) for n in range(2))
     weight, pointwise = _weight(8, 8, 3, 3).float(), _weight(8, 8, 1, 1).float()
 
@@ -148,7 +148,7 @@ def test_group_norm_in_a_network(dtype: torch.dtype) -> None:
     assert_same(before, after, *inputs, rtol=2e-2 if dtype == torch.float16 else 1e-4)
 
 
-def test_the_gradient_of_a_weight_norm_reads_a_contiguous_gradient() -> None:
+def test_layout_of_weight_norm_is_contiguous() -> None:
     grad, kept, size = X * 0.5, _weight(8, 8, 3, 3).float(), torch.rand(8, 1, 1, 1) + 0.5
 
     def step(x: Tensor, grad: Tensor, kept: Tensor, size: Tensor) -> tuple[Tensor, ...]:

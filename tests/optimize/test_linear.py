@@ -24,8 +24,7 @@ BIASES = [torch.randn(n, generator=GENERATOR) for n in (4, 12, 5)]
 
 
 @pytest.mark.parametrize(
-    "activation",
-    [torch.relu, lambda y: F.gelu(y, approximate="tanh"), lambda y: torch.clamp_min(y, 0)],
+    "activation", [torch.relu, lambda y: F.gelu(y, approximate="tanh"), lambda y: torch.clamp_min(y, 0)]
 )
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
 def test_an_activation_becomes_the_epilogue(activation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
@@ -63,9 +62,7 @@ def test_linears_on_one_input_become_one_product(with_bias: bool, transposed: bo
     weights = [w.t() if transposed else w.t().contiguous() for w in WEIGHTS]
 
     def model(x: Tensor) -> tuple[Tensor, ...]:
-        results = [
-            torch.addmm(b, x, w) if with_bias else torch.mm(x, w) for b, w in zip(BIASES, weights, strict=True)
-        ]
+        results = [torch.addmm(b, x, w) if with_bias else torch.mm(x, w) for b, w in zip(BIASES, weights, strict=True)]
         return tuple(torch.tanh(y.reshape(2, 3, -1)) for y in results)
 
     before = record(model, X)
@@ -107,10 +104,6 @@ def test_linears_whose_strides_a_call_sees_stay_apart() -> None:
     assert_same(before, after, X)
 
 
-def _half_by_erf(x: Tensor) -> Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
-
-
 def _erf_first(x: Tensor) -> Tensor:
     return ((torch.erf(x * torch.tensor(math.sqrt(0.5))) + torch.tensor(1.0)) * x) * torch.tensor(0.5)
 
@@ -119,11 +112,15 @@ def _half_by_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-def _cube_by_products(x: Tensor) -> Tensor:
-    return x * (torch.tanh((x * x * x * 0.044715 + x) * 0.7978845608028654) + 1) * 0.5
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "half by erf": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "erf first": _erf_first,
+    "half by tanh": _half_by_tanh,
+    "cube by products": lambda x: x * (torch.tanh((x * x * x * 0.044715 + x) * 0.7978845608028654) + 1) * 0.5,
+}
 
 
-@pytest.mark.parametrize("written", [_half_by_erf, _erf_first, _half_by_tanh, _cube_by_products])
+@pytest.mark.parametrize("written", FORMS.values(), ids=FORMS)
 def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
     before = record(lambda x: written(torch.tanh(x) * 3), X)
     after = rewritten(before, recognize_gelu)

@@ -177,7 +177,7 @@ def test_a_softmax_and_a_variance_by_hand(dtype: torch.dtype) -> None:
     assert dtypes(after, aten.sum.dim_IntList) == [[torch.float32]]
 
 
-def test_sums_of_half_precision_are_made_in_float32_without_a_cast() -> None:
+def test_half_sums_are_made_in_float32() -> None:
     x, weight = torch.full((2, 512), 20.0), torch.eye(512)
     before = record(lambda x: (x @ weight).relu().cumsum(1).sum(1) / 1000, x)
     after = in_half(before, torch.float16)
@@ -318,7 +318,7 @@ def test_complex_numbers_and_float64_stay() -> None:
     assert dtypes(after, aten._fft_r2c.default) == [[torch.float32]]
 
 
-def test_a_call_that_the_device_has_no_kernel_for_stays_in_float32() -> None:
+def test_call_without_kernel_stays_float32() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool3d(x.relu(), 2).relu()  # on the CPU
 

@@ -481,14 +481,3 @@ def test_regions_are_told_apart_by_values_and_strides() -> None:
         only(lambda x: torch.sigmoid(x + 1), X),
     ]
     assert len({base, *others}) == 5
-
-
-def test_a_kernel_that_cannot_be_made_leaves_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, scope: dict[str, Any]) -> None:  # noqa: ARG001 - as torch declares it
-        raise RuntimeError("ptxas failed")
-
-    monkeypatch.setattr(inductor.AsyncCompile, "wait", fail)
-    before = record(lambda x: torch.sinh(x + 5) * 0.1, X)
-    after = compile_regions(before)
-    assert counts(after) == {"add": 1, "sinh": 1, "mul": 1}
-    assert inductor.AsyncCompile.wait is fail

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, random_half, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -18,17 +18,13 @@ from nimblec.optimize.passes.channels_last import propagate_channels_last
 TILING = Tiling(block_m=16, block_n=16, block_k=32)
 
 
-def _random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
-
-
-IMAGES = _random(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
-WEIGHT, BIAS = _random(8, 16, 1, 1), _random(8)
+IMAGES = random_half(2, 16, 6, 5, seed=0).contiguous(memory_format=torch.channels_last)
+WEIGHT, BIAS = random_half(8, 16, 1, 1), random_half(8)
 
 
 def _conv(x: Tensor, out: int, size: int = 1, *, bias: bool = True, seed: int = 3, **how: int) -> Tensor:
-    weight = _random(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
-    return functional.conv2d(x, weight, _random(out, seed=seed) if bias else None, padding=size // 2, **how)
+    weight = random_half(out, x.shape[1], size, size, seed=seed) / (x.shape[1] * size * size) ** 0.5
+    return functional.conv2d(x, weight, random_half(out, seed=seed) if bias else None, padding=size // 2, **how)
 
 
 def _block(x: Tensor) -> Tensor:
@@ -97,26 +93,6 @@ def _other_readers(x: Tensor) -> Tensor:
     return functional.max_pool2d(_conv(x, 8), 2).sum() + functional.max_pool2d(_conv(x, 8, seed=4), 2).sum()
 
 
-def _other_images(x: Tensor) -> Tensor:
-    return _conv(_conv(x, 8), 8) + _conv(_conv(x.flip(2), 8, seed=4), 8)
-
-
-def _other_geometry(x: Tensor) -> Tensor:
-    return _conv(_conv(x, 8), 8) + _conv(_conv(x, 8, 3), 8)
-
-
-def _other_activation(x: Tensor) -> Tensor:
-    return _conv(torch.relu(_conv(x, 8)), 8) + _conv(functional.silu(_conv(x, 8, seed=4)), 8)
-
-
-def _unaligned(x: Tensor) -> Tensor:
-    return _conv(_conv(x, 7), 8) + _conv(_conv(x, 12, seed=4), 8)
-
-
-def _residuals(x: Tensor) -> Tensor:
-    return _conv(_conv(x, 16) + x, 8) + _conv(_conv(x, 16, seed=4) + x, 8)
-
-
 def _read_elsewhere_too(x: Tensor) -> Tensor:
     first, second = _conv(x, 8), _conv(x, 8, seed=4)
     return _conv(first, 8) + _conv(second, 8) + first + second
@@ -133,31 +109,29 @@ def _shared_weights(x: Tensor) -> Tensor:
     return _conv(first, 8) + _conv(second, 8)
 
 
-def _in_the_middle(x: Tensor) -> Tensor:
-    return torch.cat([functional.max_pool2d(x, 3, 1, 1), _conv(x, 8), _conv(_conv(x, 16), 8, 3)], 1)
-
-
 def _first_and_more(x: Tensor) -> Tensor:
     first = _conv(x, 8)
     return torch.cat([first, _conv(_conv(x, 16), 8, 3)], 1) + torch.cat([_conv(x, 8, 3), first], 1)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _in_the_middle,
-        _first_and_more,
-        _other_readers,
-        _other_images,
-        _other_geometry,
-        _other_activation,
-        _unaligned,
-        _residuals,
-        _read_elsewhere_too,
-        _also_their_residuals,
-        _shared_weights,
-    ],
-)
+STAY: dict[str, Callable[[Tensor], Tensor]] = {
+    "in the middle": lambda x: torch.cat(
+        [functional.max_pool2d(x, 3, 1, 1), _conv(x, 8), _conv(_conv(x, 16), 8, 3)], 1
+    ),
+    "first and more": _first_and_more,
+    "other readers": _other_readers,
+    "other images": lambda x: _conv(_conv(x, 8), 8) + _conv(_conv(x.flip(2), 8, seed=4), 8),
+    "other geometry": lambda x: _conv(_conv(x, 8), 8) + _conv(_conv(x, 8, 3), 8),
+    "other activation": lambda x: _conv(torch.relu(_conv(x, 8)), 8) + _conv(functional.silu(_conv(x, 8, seed=4)), 8),
+    "unaligned": lambda x: _conv(_conv(x, 7), 8) + _conv(_conv(x, 12, seed=4), 8),
+    "residuals": lambda x: _conv(_conv(x, 16) + x, 8) + _conv(_conv(x, 16, seed=4) + x, 8),
+    "read elsewhere too": _read_elsewhere_too,
+    "also their residuals": _also_their_residuals,
+    "shared weights": _shared_weights,
+}
+
+
+@pytest.mark.parametrize("function", STAY.values(), ids=STAY)
 def test_what_is_no_sibling_stays(function: Callable[[Tensor], Tensor]) -> None:
     before = _graph(function)
     after = rewritten(before, join_siblings)

@@ -292,7 +292,7 @@ def test_reads_and_writes_keep_their_order(step: Callable[[Tensor, Tensor], Tens
     check(Rows(step), drawn(3))
 
 
-def test_rows_that_are_read_between_two_writes_are_written_in_place_all_the_same() -> None:
+def test_rows_read_between_writes_stay_in_place() -> None:
     calls = counts(check(Rows(between), drawn(3)))
     assert calls["copy_"] == 2
     assert "clone" not in calls

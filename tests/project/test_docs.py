@@ -31,7 +31,7 @@ def printed() -> dict[str, str]:
     return {name: text.rstrip("\n") + "\n" for name, text in re.findall(r"== (\w+)\n(.*?\n)(?=== |\Z)", out, re.DOTALL)}
 
 
-def test_the_document_has_a_block_for_each_section_of_the_walkthrough(printed: dict[str, str]) -> None:
+def test_document_has_each_walkthrough_section(printed: dict[str, str]) -> None:
     expected = list(blocks(DOCUMENT.read_text()))
     if not shutil.which("flatc"):
         expected.remove("flatc")
@@ -70,7 +70,7 @@ def test_every_module_that_a_document_runs_is_there() -> None:
     assert [name for name in modules if find_spec(name) is None] == []
 
 
-def test_every_option_that_a_document_gives_a_command_is_one_of_it() -> None:
+def test_document_names_real_options() -> None:
     known = {name: {"--help"} for name in cli.commands}
     for name, command in cli.commands.items():
         known[name].update(*(param.opts for param in command.params))
@@ -171,7 +171,7 @@ def test_every_message_of_troubleshooting_is_one_of_the_tool() -> None:
     assert not unknown
 
 
-def test_every_module_that_a_document_names_in_short_is_in_the_folder_named_before_it() -> None:
+def test_document_names_real_modules() -> None:
     text = DOCUMENT.read_text()
     folder, names = Path(), re.findall(r"`([\w/]+\.py)`", text)
     assert len(names) > 20
@@ -200,7 +200,7 @@ def test_a_table_without_results_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert readme_tables.filled(text) == text.replace("old", "python -m bench.nothing")
 
 
-def test_the_readme_names_every_command_and_every_option_of_compile() -> None:
+def test_readme_names_commands_and_options() -> None:
     text = readme_tables.README.read_text()
     said = {"--output", "--verbose", "--quiet", "--debug"}  # on every other command line too
     missing = [name for name in cli.commands if f"`nimblec {name} " not in text]

@@ -141,9 +141,7 @@ def test_no_file_belongs_to_both(whole: Environment) -> None:
     assert not files(whole, "nimblec") & files(whole, "nimblert")
 
 
-def test_both_may_be_installed_and_removed_in_any_order(
-    whole: Environment, copy: Path, cuda: Path, tmp_path: Path
-) -> None:
+def test_packages_install_in_any_order(whole: Environment, copy: Path, cuda: Path, tmp_path: Path) -> None:
     changed = whole.copied(tmp_path / "venv")
     inspect = ("-m", "nimblec", "inspect", cuda, "--json")
     changed.install(copy / "runtime")  # beside the compiler, again

@@ -17,9 +17,7 @@ RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name=
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The digits sample, compiled for the CPU in a process without torch."""
     path = tmp_path_factory.mktemp("plans") / "digits.plan"
-    code = (
-        "import sys; from nimblec.cli import main; main(['compile', *sys.argv[1:], '--target', 'cpu', '-q'])"
-    )
+    code = "import sys; from nimblec.cli import main; main(['compile', *sys.argv[1:], '--target', 'cpu', '-q'])"
     python(code, SAMPLES / "digits.onnx", "-o", path, without=["torch", "triton"])
     return path
 
@@ -72,11 +70,7 @@ def test_the_model_for_batches_is_that_for_one_image() -> None:
 @pytest.mark.parametrize("digit", [0, 3, 7, 9])
 def test_the_lean_server_reads_digits_without_a_framework(digits: Path, digit: int) -> None:
     out = python(
-        RUN,
-        SAMPLES / "serve_lean.py",
-        digits,
-        SAMPLES / f"digit_{digit}.npy",
-        without=[*FRAMEWORKS, "nimblec"],
+        RUN, SAMPLES / "serve_lean.py", digits, SAMPLES / f"digit_{digit}.npy", without=[*FRAMEWORKS, "nimblec"]
     )
     assert out.startswith(f"digit: [{digit}]\n")
     assert out.endswith("frameworks imported: none\n")

@@ -151,9 +151,7 @@ def test_what_reads_an_input_runs_again() -> None:
 
 
 @pytest.mark.parametrize(("source_nbytes", "read_again", "runs"), [(8, False, 1), (900, True, 1), (900, False, 2)])
-def test_a_source_that_is_small_or_kept_anyhow_is_not_made_again(
-    source_nbytes: int, read_again: bool, runs: int
-) -> None:
+def test_recompute_leaves_small_source(source_nbytes: int, read_again: bool, runs: int) -> None:
     source = Buffer(kind=BufferKind.TEMPORARY, nbytes=source_nbytes)
     made = kept_for_long(kernel((), ()))
     first = kernel((access(5),), (access(6, 0, source_nbytes),))

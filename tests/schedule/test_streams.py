@@ -121,10 +121,7 @@ def test_no_wait_can_be_left_out(dag: Dag) -> None:
         for left_out in schedule.waits:
             waits = tuple(wait for wait in schedule.waits if wait != left_out)
             broken = Schedule(
-                order=schedule.order,
-                streams=schedule.streams,
-                stream_count=schedule.stream_count,
-                waits=waits,
+                order=schedule.order, streams=schedule.streams, stream_count=schedule.stream_count, waits=waits
             )
             assert any("has ended" in problem for problem in problems(dag, broken))
 

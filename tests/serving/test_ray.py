@@ -207,7 +207,7 @@ def test_a_replica_takes_a_gpu_where_the_plan_runs_on_one(shop: Shop) -> None:
     assert cuda.startswith("2 {'num_gpus': 1")
 
 
-def test_a_replica_is_unhealthy_when_outputs_are_not_those_of_its_first_run(shop: Shop) -> None:
+def test_replica_is_unhealthy_if_outputs_differ(shop: Shop) -> None:
     (shop.folder / "health.py").write_text(HEALTH)
     found = shop.run(".ray/bin/python health.py digits.plan")
     assert " is not what it was at load" in found

@@ -55,7 +55,7 @@ def test_a_plan_of_one_size_runs_each_call_alone() -> None:
 
 
 @pytest.mark.parametrize("fits", [(), (Fit.PADDED,)])
-def test_a_plan_whose_rows_may_depend_on_each_other_runs_each_call_alone(plan: Plan, fits: tuple[Fit, ...]) -> None:
+def test_dependent_rows_run_alone(plan: Plan, fits: tuple[Fit, ...]) -> None:
     programs = tuple(replace(program, fits=fits) for program in plan.programs)
     with nimblert.load(replace(plan, programs=programs)) as model:
         rows = Rows(model)
@@ -105,9 +105,7 @@ def test_calls_of_one_time_run_together(rows: Rows, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("failing", ["rows.Rows.run", "rows.joined"])
-def test_a_failure_of_a_batch_reaches_every_call_of_it_and_the_next_one_runs(
-    rows: Rows, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_batch_failure_reaches_each_call(rows: Rows, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     async def calls() -> list[object]:
         batches = Batches(rows, 0.01)
         with monkeypatch.context() as patch:
@@ -194,7 +192,7 @@ def test_outputs_of_a_healthy_plan_differ_by_rounding_alone(
         probe.check()
 
 
-def test_what_two_runs_of_a_plan_may_differ_by_is_in_its_golden_record(plan: Plan) -> None:
+def test_run_difference_is_in_golden_record(plan: Plan) -> None:
     programs = (replace(p, golden=p.golden and replace(p.golden, tolerance=0.5)) for p in plan.programs)
     with nimblert.load(replace(plan, programs=tuple(programs))) as model:
         assert Probe(model)._tolerance == 0.5

@@ -70,12 +70,9 @@ def image(digit: int) -> np.ndarray:
 def test_requests_run_together_and_each_has_its_own_response(model: Any) -> None:
     wrong = request("image", np.zeros((1, 8, 8), np.float32))
     three = np.concatenate([image(0), image(3), image(9)])
-    responses = model.execute([
-        request("image", image(7)),
-        wrong,
-        request("image", three, "digit"),
-        request("picture", image(7)),
-    ])
+    responses = model.execute(
+        [request("image", image(7)), wrong, request("image", three, "digit"), request("picture", image(7))]
+    )
     seven, refused, digits, unnamed = responses
     found = {tensor.name(): tensor.as_numpy() for tensor in seven.output_tensors()}
     assert found["digit"].tolist() == [7]
@@ -114,9 +111,7 @@ def test_the_end_gives_the_plan_back(model: Any) -> None:
     assert "is closed" in response.error().message()
 
 
-def test_a_plan_that_takes_no_sizes_between_its_own_is_refused_at_load(
-    repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_fixed_sizes_is_refused(repository: Path, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = read_plan(repository / "digits" / "1" / "model.plan")
     exact = nimblert.load(replace(plan, programs=tuple(replace(program, fits=()) for program in plan.programs)))
     monkeypatch.setattr(nimblert, "load", lambda *_, **__: exact)

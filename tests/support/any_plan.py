@@ -60,13 +60,7 @@ tensors = st.builds(
 )
 weights = st.builds(Weight, name=text, dtype=text, shape=several(i64), offset=u64, data=data)
 parameters = st.builds(
-    Parameter,
-    offset=u32,
-    nbytes=u32,
-    kind=st.sampled_from(ParameterKind),
-    name=text,
-    dtype=text,
-    shape=several(i64),
+    Parameter, offset=u32, nbytes=u32, kind=st.sampled_from(ParameterKind), name=text, dtype=text, shape=several(i64)
 )
 kernels = st.builds(
     Kernel,
@@ -96,16 +90,7 @@ launches = st.builds(
 commands = st.one_of(
     launches,
     st.builds(Memcpy, stream=u32, op=u32, dst=pointers, src=pointers, nbytes=u64, duration_ns=u64),
-    st.builds(
-        Memset,
-        stream=u32,
-        op=u32,
-        dst=pointers,
-        value=u32,
-        element_nbytes=u8,
-        count=u64,
-        duration_ns=u64,
-    ),
+    st.builds(Memset, stream=u32, op=u32, dst=pointers, value=u32, element_nbytes=u8, count=u64, duration_ns=u64),
     st.builds(Record, stream=u32, event=u32),
     st.builds(Wait, stream=u32, event=u32),
 )
@@ -149,11 +134,7 @@ any_plan = st.builds(
     versions=several(st.tuples(text, text)),
     target=st.sampled_from(Target),
     device=st.builds(
-        Device,
-        name=text,
-        compute_capability=st.tuples(u16, u16),
-        multiprocessor_count=u32,
-        driver_version=u32,
+        Device, name=text, compute_capability=st.tuples(u16, u16), multiprocessor_count=u32, driver_version=u32
     ),
     modules=several(st.builds(Module, origin=text, code=data)),
     kernels=several(kernels),

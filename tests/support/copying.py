@@ -60,9 +60,7 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
     def tensor(name: str, place: Pointer) -> Tensor:
         return Tensor(name=name, dtype=dtype, shape=tuple(shape), strides=strides(shape, order), pointer=place)
 
-    commands = tuple(
-        Memcpy(dst=dst, src=src, nbytes=nbytes, stream=0, op=0) for src, dst in pairwise(places) if nbytes
-    )
+    commands = tuple(Memcpy(dst=dst, src=src, nbytes=nbytes, stream=0, op=0) for src, dst in pairwise(places) if nbytes)
     program = Program(
         name="main",
         stream_count=1,

@@ -70,11 +70,7 @@ class Tied(nn.Module):
     def forward(self, ids: torch.Tensor) -> dict[str, Any]:
         """(2, 8) int64 to outputs of several types, some of them nested."""
         logits = self.output(self.embedding(ids))
-        return {
-            "logits": logits,
-            "found": {"token": logits.argmax(-1), "positive": logits > 0},
-            "mean": logits.mean(),
-        }
+        return {"logits": logits, "found": {"token": logits.argmax(-1), "positive": logits > 0}, "mean": logits.mean()}
 
 
 def tied() -> Built:

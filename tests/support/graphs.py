@@ -16,11 +16,7 @@ def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
 
 
 def kernel(
-    reads: tuple[Access, ...],
-    writes: tuple[Access, ...],
-    *,
-    op: int = 0,
-    programmatic_after: int | None = None,
+    reads: tuple[Access, ...], writes: tuple[Access, ...], *, op: int = 0, programmatic_after: int | None = None
 ) -> Task:
     """A launch of kernel 0 that needs no parameters."""
     work = KernelWork(kernel=0, params=b"", references=())
@@ -39,13 +35,7 @@ def graph(
     count = max((task.op for task in tasks), default=-1) + 1
     ops = tuple(Op(name=f"op{index}", source="", opaque=index in opaque) for index in range(count))
     return Graph(
-        modules=(),
-        kernels=(),
-        buffers=tuple(buffers),
-        ops=ops,
-        tasks=tuple(tasks),
-        inputs=inputs,
-        outputs=outputs,
+        modules=(), kernels=(), buffers=tuple(buffers), ops=ops, tasks=tuple(tasks), inputs=inputs, outputs=outputs
     )
 
 

@@ -27,29 +27,17 @@ _INVALID = real.CUresult.CUDA_ERROR_INVALID_VALUE
 _ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
 _FIRST_CONTEXT = 0x100
 """The context of device 0; those of other devices follow."""
-_ALWAYS = frozenset({
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuDeviceGet",
-    "cuDeviceGetCount",
-    "cuDevicePrimaryCtxRelease",
-    "cuDevicePrimaryCtxRetain",
-})
-"""Functions that still work after a kernel has failed."""
-_NEED_MEMORY = (
-    "cuDevicePrimaryCtxRetain",
-    "cuEventCreate",
-    "cuGraphAdd",
-    "cuGraphCreate",
-    "cuGraphInstantiate",
-    "cuGraphLaunch",
-    "cuGraphUpload",
-    "cuLaunchKernel",
-    "cuMemAlloc",
-    "cuMemHostAlloc",
-    "cuModuleLoadData",
-    "cuStreamCreate",
+_ALWAYS = frozenset(
+    {
+        "cuCtxGetCurrent",
+        "cuCtxSetCurrent",
+        "cuDeviceGet",
+        "cuDeviceGetCount",
+        "cuDevicePrimaryCtxRelease",
+        "cuDevicePrimaryCtxRetain",
+    }
 )
+"""Functions that still work after a kernel has failed."""
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
@@ -100,8 +88,6 @@ class HostDriver:
         """Addresses of memory that every device reaches."""
         self.failing: dict[str, Any] = {}
         """The status that functions of these names return."""
-        self.fails_in = 0
-        """How many calls, of those that may need memory, it takes until one is refused for lack of it; 0: none is."""
         self.broken = False
         """Whether every call is refused, as after a kernel that failed."""
         self.references: Counter[int] = Counter()
@@ -123,10 +109,6 @@ class HostDriver:
 
         def called(*args: Any) -> tuple[Any, ...]:
             self.calls[name] = self.calls.get(name, 0) + 1
-            if self.fails_in and name.startswith(_NEED_MEMORY):
-                self.fails_in -= 1
-                if not self.fails_in:
-                    return (real.CUresult.CUDA_ERROR_OUT_OF_MEMORY, *[None] * 2)
             if name in self.failing:
                 return (self.failing[name], *[None] * 2)
             if self.broken and name not in _ALWAYS:

@@ -93,25 +93,13 @@ def cuda_plan() -> Plan:
         Kernel(module=1, symbol="relu", parameters=(Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=8))),
     )
     commands: tuple[Command, ...] = (
-        Memset(
-            stream=0,
-            op=0,
-            dst=pointer(Region.ARENA, 256),
-            value=0,
-            element_nbytes=4,
-            count=16,
-            duration_ns=900,
-        ),
+        Memset(stream=0, op=0, dst=pointer(Region.ARENA, 256), value=0, element_nbytes=4, count=16, duration_ns=900),
         Launch(
             stream=0,
             op=0,
             kernel=0,
             params=bytes(24) + struct.pack("<i", 16),
-            relocations=(
-                relocation(0, Region.INPUT),
-                relocation(8, Region.WEIGHTS),
-                relocation(16, Region.ARENA, -64),
-            ),
+            relocations=(relocation(0, Region.INPUT), relocation(8, Region.WEIGHTS), relocation(16, Region.ARENA, -64)),
             reads=(access(Region.INPUT, 0, 64), access(Region.WEIGHTS, 0, 16)),
             writes=(access(Region.ARENA, 0, 64),),
             block=(32, 1, 1),
@@ -119,14 +107,7 @@ def cuda_plan() -> Plan:
         ),
         Record(stream=0, event=0),
         Wait(stream=1, event=0),
-        Memcpy(
-            stream=1,
-            op=1,
-            dst=pointer(Region.ARENA, 512),
-            src=pointer(Region.ARENA),
-            nbytes=64,
-            duration_ns=800,
-        ),
+        Memcpy(stream=1, op=1, dst=pointer(Region.ARENA, 512), src=pointer(Region.ARENA), nbytes=64, duration_ns=800),
         Record(stream=1, event=1),
         Launch(
             stream=0,
@@ -264,11 +245,7 @@ def cpu_plan() -> Plan:
             op=0,
             kernel=0,
             params=bytes(24),
-            relocations=(
-                relocation(0, Region.INPUT),
-                relocation(8, Region.WEIGHTS),
-                relocation(16, Region.ARENA),
-            ),
+            relocations=(relocation(0, Region.INPUT), relocation(8, Region.WEIGHTS), relocation(16, Region.ARENA)),
             reads=(access(Region.INPUT, 0, 64), access(Region.WEIGHTS, 0, 16)),
             writes=(access(Region.ARENA, 0, 64),),
         ),

@@ -37,23 +37,11 @@ def at(region: Region, offset: int, nbytes: int = 64) -> Access:
 
 
 def work(
-    stream: int,
-    duration_ns: int = 0,
-    *,
-    op: int = 0,
-    reads: tuple[Access, ...] = (),
-    writes: tuple[Access, ...] = (),
+    stream: int, duration_ns: int = 0, *, op: int = 0, reads: tuple[Access, ...] = (), writes: tuple[Access, ...] = ()
 ) -> Launch:
     """A launch of kernel 0 that needs no parameters."""
     return Launch(
-        stream=stream,
-        op=op,
-        kernel=0,
-        params=b"",
-        relocations=(),
-        reads=reads,
-        writes=writes,
-        duration_ns=duration_ns,
+        stream=stream, op=op, kernel=0, params=b"", relocations=(), reads=reads, writes=writes, duration_ns=duration_ns
     )
 
 

@@ -19,6 +19,11 @@ from nimblec.optimize.pipeline import Setting
 from nimblec.pytorch.aten_graph import trace
 
 
+def random_half(*shape: int, seed: int = 1) -> Tensor:
+    """Numbers in half precision, the same for each shape and seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
 def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     """The flat graph of a function of tensors; real tensors that it uses become constants."""
     recorder = Recorder(torch.device("cpu"))

@@ -13,9 +13,7 @@ def rows_model(path: Path) -> Path:
     """The ReLU of x (batch x 8) times a matrix, y (batch x 4)."""
     matrix = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     nodes = [node("MatMul", ["x", "matrix"], ["product"]), node("Relu", ["product"], ["y"])]
-    return write_model(
-        path, nodes, [floats("x", "batch", 8)], [floats("y", "batch", 4)], constants={"matrix": matrix}
-    )
+    return write_model(path, nodes, [floats("x", "batch", 8)], [floats("y", "batch", 4)], constants={"matrix": matrix})
 
 
 UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {

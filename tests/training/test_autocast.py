@@ -99,7 +99,7 @@ def test_a_step_of_plain_operators_is_eagers(optimizer: str, kind: str, *, expor
 
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_step_that_overflows_leaves_everything_but_statistics(optimizer: str, *, exported: bool) -> None:
+def test_overflow_leaves_all_but_statistics(optimizer: str, *, exported: bool) -> None:
     direct = Direct(f"{optimizer}_fp16", exported=exported)
     direct(0)
     assert int(direct.state()[TRACKER]) == 1

@@ -83,9 +83,7 @@ def test_steps_of_a_graph_are_near_eagers(gpu_compiler: "GpuCompiler", name: str
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["sgd_fp16", "adam_fp16"])
-def test_a_step_that_overflows_leaves_everything_but_statistics(
-    gpu_compiler: "GpuCompiler", name: str, level: int
-) -> None:
+def test_overflow_leaves_all_but_statistics(gpu_compiler: "GpuCompiler", name: str, level: int) -> None:
     """The scale's own change included."""
     with nimblert.load(gpu_compiler.plan(f"autocast_steps:{name}", level=level)) as exe:
         run(exe, 0)

@@ -74,11 +74,7 @@ def words(seed: int) -> tuple[Tensor, Tensor]:
     return drawn[..., 0], drawn[..., 1].flatten()
 
 
-MODELS = {
-    "head alone": (head_alone, numbers),
-    "middle frozen": (middle_frozen, numbers),
-    "tied": (Tied, words),
-}
+MODELS = {"head alone": (head_alone, numbers), "middle frozen": (middle_frozen, numbers), "tied": (Tied, words)}
 
 
 def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
@@ -150,7 +146,7 @@ def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_state_that_the_optimizer_kept_for_what_is_now_frozen_stays() -> None:
+def test_fine_tuning_keeps_frozen_state() -> None:
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     eager_step(model, optimizer, *numbers(0))
@@ -241,9 +237,7 @@ CHANGES: dict[str, tuple[Callable[[Changing], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "sentence"), CHANGES.values(), ids=CHANGES)
-def test_changes_that_a_plan_would_lose_are_refused_however_small(
-    change: Callable[[Changing], object], sentence: str
-) -> None:
+def test_fine_tuning_refuses_lost_changes(change: Callable[[Changing], object], sentence: str) -> None:
     model = Changing(change)
     with pytest.raises(UnsupportedModelError, match=sentence):
         nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 1e-3), numbers(0))

@@ -1,7 +1,6 @@
 """What `nimblec.load_state` takes, and what a state that it refuses leaves as it was."""
 
 import copy
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import nimblec
-from nimblec.base.errors import ArgumentError, UnsupportedModelError
+from nimblec.base.errors import ArgumentError
 from nimblec.pytorch.tensors import as_array, as_tensor
 
 loss = nn.functional.cross_entropy
@@ -128,30 +127,6 @@ def test_a_state_of_another_kind_of_optimizer_is_refused() -> None:
     nimblec.load_state(model, of_plain, plain)
 
 
-class Noting(torch.optim.Optimizer):
-    """Keeps something that is no tensor, too."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Add up what the gradients are."""
-        for parameter in self.param_groups[0]["params"]:
-            kept = self.state[parameter]
-            if not kept:
-                kept.update(total=torch.zeros_like(parameter), factor=0.5)
-            kept["total"].add_(parameter.grad, alpha=kept["factor"])
-            parameter.sub_(kept["total"])
-
-
-def test_an_optimizer_that_took_no_step_gets_what_is_no_tensor_too() -> None:
-    model = small()
-    optimizer = Noting(model.parameters())
-    nimblec.load_state(model, state_of(Noting(model.parameters()), model), optimizer)
-    assert [kept["factor"] for kept in optimizer.state.values()] == [0.5, 0.5]
-
-
 def test_a_state_in_bfloat16_and_a_rate_that_is_a_tensor() -> None:
     model = small().bfloat16()
     state = state_of(adam(model), model)
@@ -164,23 +139,3 @@ def test_a_state_in_bfloat16_and_a_rate_that_is_a_tensor() -> None:
         nimblec.load_state(other, given, optimizer)
         assert other.bias.tolist() == [1, 2]
         assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.5))
-
-
-class Regression(nn.Module):
-    """A layer with the name that the learning rate has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = small()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Two scores for each."""
-        return self.lr(x)
-
-
-def test_a_layer_that_is_called_as_the_rate_is_has_nothing_kept_for_it() -> None:
-    model = Regression()
-    with pytest.raises(UnsupportedModelError, match=r"where it would hold 'optimizer\.lr\.weight\.step', too"):
-        state_of(adam(model), model)
-    plain = torch.optim.SGD(model.parameters(), 0.1)
-    nimblec.load_state(model, state_of(plain, model), plain)

@@ -103,7 +103,7 @@ def traced_sources(graph: torch.fx.Graph) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"clip_norm": 1.0}])
-def test_calls_of_the_update_are_of_the_layer_whose_parameters_they_write(how: dict[str, Any]) -> None:
+def test_update_calls_name_their_layer(how: dict[str, Any]) -> None:
     module, _ = step(**how)
     graph = module._graphs["cpu"].graph
     found = phases([source for source in traced_sources(graph) if source])

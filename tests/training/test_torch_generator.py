@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nimblec
-from nimblec.cuda.load import let_torch_draw
 from nimblec.pytorch import generator as generators
 from nimblec.pytorch.generator import MARK
-from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.state import Writing, generator_of, settable_storages
 
 SEED = (1 << 63) + 17
@@ -107,14 +105,6 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 1 / 16, momentum=0.5, fused=True)
 
 
-def step_of(model: nn.Module) -> Writing:
-    torch.manual_seed(SEED)
-    module = nimblec.training_step(model, loss, optimizer(model), batch(0))["train"][0]
-    assert isinstance(module, Writing)
-    module.let_torch_draw()
-    return module
-
-
 @cache
 def deep_entries() -> dict[str, Any]:
     """The entries of the deep model, which tests copy."""
@@ -153,24 +143,6 @@ def test_steps_draw_what_torch_draws_and_leave_the_offset(default: GpuGenerator)
         assert torch.equal(module.get_parameter(f"model.{name}"), tensor), name
 
 
-def test_a_step_goes_on_from_any_state(default: GpuGenerator) -> None:
-    module = deep_step()
-
-    def run(seed: int) -> float:
-        with Kernels(default), torch.no_grad():
-            return float(module(*batch(seed))["loss"])
-
-    run(0)
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    wanted = run(1)
-    run(2)
-    module.load_state_dict(before)
-    assert run(1) == wanted
-    module.load_state_dict(before)
-    module.get_buffer("generator.offset").add_(4)
-    assert run(1) != wanted
-
-
 def test_a_capture_has_a_generator_of_its_own_that_is_marked(default: GpuGenerator) -> None:
     """And adds to the offset of the state what a run used, since torch does not tell the number meanwhile."""
     module = deep_step()
@@ -194,40 +166,11 @@ def test_a_capture_has_a_generator_of_its_own_that_is_marked(default: GpuGenerat
     assert kernels == {"seed": SEED, "offset": used}
 
 
-def test_after_an_error_all_is_as_before(default: GpuGenerator) -> None:
-    module = deep_step()
-    generator = generator_of(module)
-    assert generator is not None
-    for entered in (generator, generator.capturing()):
-        with pytest.raises(ZeroDivisionError), entered:
-            raise ZeroDivisionError
-        assert default.state == {"seed": 5, "offset": 400}
-    with Kernels(default) as kernels, torch.no_grad():
-        module(*batch(0))
-    assert kernels.seeds == [SEED] * 3
-
-
-def test_steps_without_chance_need_no_generator() -> None:
-    model = nn.Linear(6, 4).double()
-    module = step_of(model)
-    assert generator_of(module) is None
-    assert settable_storages(module) == {module.get_buffer("optimizer.lr").untyped_storage()._cdata}
-    assert generator_of(model) is None
-    assert not settable_storages(model)
-
-
 def test_seed_and_rate_are_state_though_no_run_writes_them() -> None:
     module = deep_step()
     names = ("optimizer.lr", "generator.seed")
     assert settable_storages(module) == {module.get_buffer(name).untyped_storage()._cdata for name in names}
     assert {*module.settable} < {*module.writes}
-
-
-def test_of_the_models_that_are_loaded_those_with_a_state_draw_from_it() -> None:
-    entries = copy.deepcopy(deep_entries())
-    modules = [entries["train"][0], entries["evaluate"][0], torch.relu]
-    let_torch_draw([TorchModel(module=module, args=(), kwargs={}, inputs=()) for module in modules])
-    assert [generator_of(module) is None for module in modules] == [False, True, True]
 
 
 def test_an_exported_step_computes_its_numbers() -> None:

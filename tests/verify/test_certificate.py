@@ -14,14 +14,7 @@ from nimblec.schedule.dag import Dag
 from nimblec.schedule.dependencies import dependencies, rename_workspaces
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import certificate, maximal
-from nimblert.plan import (
-    Candidate,
-    Program,
-    Record,
-    Region,
-    ScheduleRecord,
-    Wait,
-)
+from nimblert.plan import Candidate, Program, Record, Region, ScheduleRecord, Wait
 
 
 def record(policy: str, *antichain: int, candidates: tuple[Candidate, ...] = ()) -> ScheduleRecord:
@@ -40,7 +33,7 @@ def positions(dag: Dag, schedule: Schedule) -> tuple[int, ...]:
 
 
 @given(graphs(), st.integers(0, 1000))
-def test_the_certificate_of_every_graph_is_accepted_under_every_policy(model: Graph, seed: int) -> None:
+def test_certificate_of_any_graph_is_accepted(model: Graph, seed: int) -> None:
     model = rename_workspaces(model)
     dag = dependencies(model)
     widest = maximal(dag)
@@ -51,7 +44,7 @@ def test_the_certificate_of_every_graph_is_accepted_under_every_policy(model: Gr
 
 
 @given(graphs(chained=False))
-def test_two_commands_in_order_are_no_antichain_where_all_concurrency_is_kept(model: Graph) -> None:
+def test_certificate_refuses_ordered_pair(model: Graph) -> None:
     model = rename_workspaces(model)
     dag = dependencies(model)
     schedule = maximal(dag)
@@ -109,14 +102,14 @@ def test_a_long_antichain_is_judged_in_little_memory() -> None:
         tracemalloc.stop()
 
 
-def test_commands_that_an_event_orders_prove_nothing_of_the_widest_schedule() -> None:
+def test_certificate_ignores_event_order() -> None:
     ordered = planned(work(0), Record(stream=0, event=0), Wait(stream=1, event=0), work(1))
     sentence = "antichain: commands[3] comes after commands[0] by their streams and events"
     assert found(ordered, record("max", 0, 1)) == [sentence]
     assert found(planned(work(0), work(1)), record("max-interleaved", 0, 1)) == []
 
 
-def test_the_widest_schedule_has_no_more_streams_than_its_antichain() -> None:
+def test_certificate_bounds_streams() -> None:
     sentence = "policy 'max': 2 streams, expected at most 1"
     assert found(planned(work(0), work(1)), record("max", 1)) == [sentence]
     assert found(planned(), record("max")) == []

@@ -162,9 +162,7 @@ def test_a_launch_of_a_run_writes_no_weights(plan: Plan) -> None:
     launch = next(command for command in program.commands if isinstance(command, Launch))
     (access,) = launch.writes
     start = weights_at(offset_of(plan, 0))
-    relocations = tuple(
-        replace(r, pointer=start) if r.pointer == access.pointer else r for r in launch.relocations
-    )
+    relocations = tuple(replace(r, pointer=start) if r.pointer == access.pointer else r for r in launch.relocations)
     changed = replace(launch, relocations=relocations, writes=(Access(pointer=start, nbytes=access.nbytes),))
     hostile = replace(plan, programs=(replace(program, commands=(changed, *program.commands[1:])),))
     with pytest.raises(PlanInvalidError, match="an output in WEIGHTS, which a run does not change"):
