@@ -135,7 +135,7 @@ class _Runs(_Interface):
         return self._run(signature, arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
-        """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
+        """Run as `run` does, without blocking the event loop; a cancelled task still completes its run."""
         import asyncio  # the caller's event loop has imported it
 
         return await asyncio.to_thread(self.run, arrays, entry=entry)
@@ -201,7 +201,7 @@ class _Runs(_Interface):
         return self._backends[program.name], checked
 
     def _in_arena(self) -> AbstractContextManager[object]:
-        """Holds the shared arena, if there is one."""
+        """Hold the shared arena, if there is one."""
         return _UNSHARED if self._arena is None else self._arena.used_by(self)
 
     def _check_idle(self) -> None:
@@ -327,7 +327,7 @@ class Context(_Runs):
             self._repeated().replay()
 
     def launch(self, stream: Any = None) -> None:
-        """As `replay`, but enqueued on a ``stream`` of the caller, or else the context's, without waiting.
+        """Enqueue a `replay` on a ``stream`` of the caller, by default the context's, without waiting.
 
         Launches of a context run one after the other, whatever their streams; `synchronize` waits for them. On the
         CPU the run is complete when this returns, and ``stream`` must be None. Raises InputError.

@@ -88,7 +88,7 @@ class Executable(Context):
     def _compute(
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
-        """As for a context; a call during another one may run in an idle context instead."""
+        """Run in this context, or in an idle one during another thread's call."""
         may_be_elsewhere = self._lock.is_busy and not reuse_outputs and self._bindings[signature.name].program is None
         context = self._idle_context() if may_be_elsewhere else None
         if context is None:

@@ -79,7 +79,7 @@ def place(value: Any) -> tuple[str, int] | None:
 
 
 def is_negated(value: Any) -> bool:
-    """Whether it is a negated view of PyTorch: its memory holds the opposite numbers, and DLPack does not tell."""
+    """Return whether PyTorch negates a view lazily: its memory holds the opposite numbers."""
     asked = getattr(value, "is_neg", None)
     return asked is not None and bool(asked())
 
@@ -104,12 +104,12 @@ def _not_exported(exc: Exception) -> InputError:
 
 
 def _first_line(exc: Exception) -> str:
-    """What an exception says, without the stack of C++ calls that PyTorch adds."""
+    """Return an exception's message without the stack of C++ calls that PyTorch adds."""
     return str(exc).partition("\n")[0]
 
 
 def from_host(value: Any) -> np.ndarray:
-    """A numpy array over another library's array in host memory. Raises InputError where numpy cannot read it."""
+    """Return a numpy array over another library's host array. Raises InputError where numpy cannot read it."""
     try:
         return np.from_dlpack(value)
     except dlpack.REFUSALS as exc:

@@ -39,7 +39,7 @@ class Signature:
         return max(sizes, key=lambda tensor: tensor.span_nbytes)
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arrays by name, given those in the plan's order and those by name. InputError where they are too many."""
+        """Return all arrays by name, given some in the plan's order and some by name. Raises InputError."""
         names = self._names
         if len(args) == len(names) and not kwargs:
             return dict(zip(names, args, strict=False))
@@ -63,7 +63,7 @@ class Signature:
         return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
-        """The runs that serve arrays of these shapes. Raises InputError where there are none."""
+        """Return the runs that serve arrays of these shapes. Raises InputError where there are none."""
         shapes = tuple([array.shape for array in arrays])
         served = self._exact.get(shapes) or self._sizes.serve(shapes)
         if served is None:
@@ -127,7 +127,7 @@ class Entry:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
-        """As a call of the context with this entry's name."""
+        """Call the context with this entry's name."""
         return self._call(args, kwargs)
 
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

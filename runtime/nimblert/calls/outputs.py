@@ -69,7 +69,7 @@ def _step(array: np.ndarray | DeviceArray) -> int:
 
 
 def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray) -> bool:
-    """Whether two arrays share bytes; on a GPU, whether the ranges from their lowest to their highest overlap."""
+    """Return whether two arrays share bytes; on a GPU, whether their address ranges overlap."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.shares_memory(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):

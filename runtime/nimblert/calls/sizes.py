@@ -161,7 +161,7 @@ _SHOWN = 8
 
 
 def why_unserved(entry: str, programs: Sequence[Program], shapes: Shapes) -> str:
-    """What keeps every program of an entry from serving inputs of these shapes in one run, and what to give instead."""
+    """Explain why no program of an entry serves inputs of these shapes in one run, and what to give instead."""
     axes = Axes(programs)
     return (
         _wrong_shape(programs, axes, shapes)
@@ -172,7 +172,7 @@ def why_unserved(entry: str, programs: Sequence[Program], shapes: Shapes) -> str
 
 
 def _wrong_shape(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str | None:
-    """The first input with other axes than its programs have, or with another size where these have no dimension."""
+    """Describe the first input with a wrong number of axes, or a wrong size of an axis without a name."""
     for i, (shape, of) in enumerate(zip(shapes, axes.inputs, strict=True)):
         sizes = list(zip(*(program.inputs[i].shape for program in programs), strict=True))
         if len(shape) != len(of) or any(not d and n not in known for n, d, known in zip(shape, of, sizes, strict=True)):
@@ -194,7 +194,7 @@ def _disagreement(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> st
 
 
 def _wrong_size(entry: str, programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str | None:
-    """The first dimension of a size that no program covers; if possible one that no call could be split along."""
+    """Describe the first dimension whose size no program covers, if possible one that cannot be split."""
     split: dict[str, str] = {}
     for dimension, size, name, axis in _given(programs[0], axes, shapes):
         fits = _fits(programs, dimension)

@@ -42,7 +42,7 @@ class Working(Protocol):
         """Its state; no run uses it now."""
 
     def take(self, value: Any, ordinal: int) -> "DeviceArray":
-        """An array of the caller on the GPU of this ordinal, ready to be read. Raises InputError where it cannot be."""
+        """Return an array of the caller on the GPU of this ordinal, ready to be read. Raises InputError."""
 
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Owner(Protocol):
     plan: Plan
 
     def between_runs(self, do: Callable[[Working], T]) -> T:
-        """What ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
+        """Return ``do`` of its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):

@@ -104,7 +104,7 @@ def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, 
 
 
 def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
-    """The operands that a launch may overwrite: their bytes, dtype and shape are its output's."""
+    """Return the operands that a launch may overwrite: their bytes, dtype and shape are its output's."""
     if kernel.symbol not in onnx_operators.IN_PLACE or len(kernel.parameters) > 4:  # three operands and the output
         return set()
     bound = [

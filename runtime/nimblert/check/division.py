@@ -76,7 +76,7 @@ def problems(nodes: Sequence[Node], constants: Sequence[TensorValue], types: Map
 
 
 def _in_bodies(node: Node, known: dict[str, _Known]) -> Iterator[str]:
-    """As `problems`, with what is known of the values; a body's own are added."""
+    """Yield `problems` of a node's bodies, given what is known of the values around them."""
     for body in _bodies(node):
         known |= {value.name or "": _declared(value) for value in body.input}
         known |= {tensor.name or "": _of_constant(tensor) for tensor in body.initializer}

@@ -30,7 +30,7 @@ class Order:
     rows: NDArray[np.int32]
 
     def before(self, early: NDArray[np.int64], late: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether ``early`` has ended when ``late`` starts, for each pair; ``early`` must have been issued first."""
+        """Return for each pair whether ``early``, which is issued first, has ended when ``late`` starts."""
         streams = self.stream[early]
         ordered: NDArray[np.bool_] = self.rows[self.row[late], streams] >= self.number[early]
         ordered |= streams == self.stream[late]

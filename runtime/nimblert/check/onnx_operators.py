@@ -81,12 +81,12 @@ IN_PLACE = frozenset(_OVERWRITABLE)
 
 
 def overwritable(domain: str, operator: str) -> tuple[int, ...]:
-    """The positions of the operands that an operator's output may overwrite, if they have its dtype and shape."""
+    """Return the positions of the operands that the output may overwrite, if dtype and shape are equal."""
     return () if domain else _OVERWRITABLE.get(operator, ())
 
 
 def may_overlap(node: Node, operand: str) -> bool:
-    """Whether the output of a node may overwrite an operand of its dtype and shape, given by its name in the node.
+    """Return whether the output of a node may overwrite the operand of this name, if dtype and shape are equal.
 
     A name that stands for several operands must be allowed for each. No such operator has more than three.
     """

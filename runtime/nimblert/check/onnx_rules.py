@@ -139,7 +139,7 @@ def _external(tensor: TensorValue) -> tuple[str | None, str | None, tuple[int, .
 
 
 def _inner_problems(graph: Graph, limits: Limits) -> Iterator[str]:
-    """Each value that a node computes is an output, or declared as a value between nodes, with dtype and shape."""
+    """Yield a sentence for each computed value that is neither an output nor declared between nodes."""
     made = sorted(name for node in graph.node for name in node.output if name)
     if made != sorted(value.name or "" for value in (*graph.output, *graph.value_info)):
         yield "model: its outputs and declared values are not those that its nodes compute"
@@ -302,7 +302,7 @@ def _arity_problems(
 
 
 def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: set[str]) -> Iterator[str]:
-    """An attribute has a value of its type, and no other."""
+    """Yield a sentence unless an attribute has one value, of its type."""
     held = _ATTRIBUTE_FIELDS.get(attribute.type or 0, "")
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
     if given not in ([held], []) or (held in ("f", "i", "s", "t", "g") and not given):
@@ -317,7 +317,7 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
 
 
 def _constant_problems(tensor: TensorValue) -> Iterator[str]:
-    """The data of a constant are as many as its shape has elements, in a field for its type."""
+    """Yield a sentence unless a constant has as much data as elements, in a field for its type."""
     if tensor.external_data or tensor.data_location or min(tensor.dims, default=0) < 0 or len(tensor.dims) > MAX_RANK:
         yield f"model: constant {tensor.name!r} of shape {tensor.dims} is not within the model"
         return

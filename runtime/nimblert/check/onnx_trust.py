@@ -114,7 +114,7 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
 
 
 def _bias(weights: int, bias: int) -> Rule:
-    """A bias has one number for each filter; ``weights`` and ``bias`` are positions of inputs."""
+    """Require a bias of one number for each filter; ``weights`` and ``bias`` are positions of inputs."""
 
     def rule(call: Call) -> Iterator[str]:
         filters, given = call.input(weights), call.input(bias)
@@ -172,7 +172,7 @@ def _scales(*places: int) -> Rule:
 
 
 def _columns(*places: int) -> Rule:
-    """Both matrices have two dimensions or more; scales, zero points and bias are single, or one for each column."""
+    """Require matrices of two dimensions or more, and at ``places`` one number, or one for each column."""
 
     def rule(call: Call) -> Iterator[str]:
         left, right = call.input(0), call.input(1)
@@ -188,7 +188,7 @@ def _columns(*places: int) -> Rule:
 
 
 def _bias_of_columns(place: int) -> Rule:
-    """A bias has one number for each column of the second matrix."""
+    """Require a bias of one number for each column of the second matrix."""
 
     def rule(call: Call) -> Iterator[str]:
         right, given = call.input(1), call.input(place)

@@ -141,7 +141,7 @@ def keeps_state(plan: Plan) -> bool:
 
 
 def writes_state(state: Sequence[Weight], program: Program) -> bool:
-    """Whether a run of a program changes what later runs read: tensors of the plan's ``state`` that have a name."""
+    """Return whether a run of a program writes a tensor of ``state`` that has a name."""
     if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
         return True
     found = (_state_tensor(state, access) for _, access in _state_accesses(program, writes))
@@ -257,7 +257,7 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
 
 
 def _accesses(refit: Program, *, written: bool) -> Iterator[tuple[str, Access]]:
-    """The writes or reads of the commands, each with its path in the plan."""
+    """Yield the writes or reads of the commands, each with its path in the plan."""
     of = writes if written else reads
     for i, command in refit.work:
         for access in of(command):

@@ -135,7 +135,7 @@ class CpuCall:
     def run_into(
         self, arrays: Sequence[np.ndarray], out: Mapping[str, np.ndarray], *, reuse_outputs: bool, stream: int | None
     ) -> dict[str, np.ndarray]:
-        """As `run`, except for bound outputs and those written into arrays of ``out``."""
+        """Run as `run` does, except for bound outputs and those written into arrays of ``out``."""
         del stream  # a plan for the CPU takes none
         if not out and not reuse_outputs:
             return self.run(arrays)
@@ -236,7 +236,7 @@ class CpuBackend:
         self._streams.run()
 
     def enqueue_replay(self, stream: int | None) -> None:
-        """As `replay`, which is complete when this returns."""
+        """Repeat the last run, which is complete when this returns."""
         del stream
         self._streams.run()
 

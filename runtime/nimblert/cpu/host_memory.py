@@ -53,7 +53,7 @@ class HostWeights:
         return self.find(offset)[0] is other.find(offset)[0]
 
     def find(self, offset: int) -> tuple[np.ndarray, int]:
-        """The weight that holds byte ``offset`` of the region, and the offset within it. Raises PlanInvalidError."""
+        """Return the weight that holds byte ``offset`` of the region, and the offset in it. Raises PlanInvalidError."""
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             raise PlanInvalidError([f"weights: no weight holds byte {offset}"])

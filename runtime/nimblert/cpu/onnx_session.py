@@ -144,7 +144,7 @@ def ort_value(array: np.ndarray, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
-    """A folder with only the empty file that initializers name."""
+    """Provide a folder with only the empty file that initializers name."""
     with scratch_folder() as folder:
         (folder / EXTERNAL_FILE).touch()
         yield str(folder)

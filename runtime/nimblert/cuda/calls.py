@@ -58,7 +58,7 @@ class PreparedCall:
     def run_into(
         self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool, stream: int | None
     ) -> Outputs:
-        """As `run`; outputs in ``out`` are written there, and bound ones are left out.
+        """Run as `run` does, but write outputs in ``out`` there, and leave bound ones out.
 
         With ``reuse_outputs`` outputs are views of memory that the next run overwrites. With ``stream`` the call is
         enqueued there, and its outputs are on the device. Raises InputError.

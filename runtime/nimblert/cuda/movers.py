@@ -43,7 +43,7 @@ class Mover(ABC):
 
     @abstractmethod
     def steps(self, to: int, source: int) -> list[Step]:
-        """What `move` does as nodes of a graph, one after the other."""
+        """Return what `move` does as nodes of a graph, one after the other."""
 
 
 class GatherKernels:
@@ -73,7 +73,7 @@ class GatherKernels:
         return self.mover(gather, ITEM_NBYTES[tensor.dtype])
 
     def add_copy(self, built: Handle, dst: int, src: int, nbytes: int) -> Handle:
-        """As `graph.add_copy`, by a kernel, which reaches page-locked memory too; not for 0 bytes.
+        """Add a copy of 1 byte or more by a kernel, which reaches page-locked memory too.
 
         A kernel starts and completes with less latency than the copy engine.
         """

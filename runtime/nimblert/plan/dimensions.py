@@ -24,7 +24,7 @@ class Axes:
         self.outputs = self._sides([program.outputs for program in programs])
 
     def sizes(self, shapes: Sequence[Shape]) -> dict[str, int] | None:
-        """The sizes of the dimensions, given the shapes of the inputs; None where these contradict each other."""
+        """Return the sizes of the dimensions, given the shapes of the inputs; None where these contradict."""
         sizes: dict[str, int] = {}
         for shape, axes in zip(shapes, self.inputs, strict=True):
             if len(shape) != len(axes):
