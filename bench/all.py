@@ -1,120 +1,80 @@
 """Run all benchmarks of the GPU target, the most important first, within a time limit.
 
-Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. The first part is one queue
-of processes, which prepare side by side and measure alone (bench/running.py): the tables of networks (peers, schedules,
-batches, fp32), of a decoder step (decoder), of training steps (training and its namesakes, and bits, which compares
-them with eager's), of plans for any size (sizes) and of new weights (refit). The second part needs a GPU and its share
-of the cores exclusively: max-autotune, which times candidates for minutes (tuned, in peers.json), and programs that
-time kernels, compilations and starts or measure memory (singles, in singles.json). Figures are written to
-bench/results/gpu as they come.
+Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. Processes are one queue: they
+prepare side by side and measure alone (bench/running.py). The tables are those of networks (peers, schedules, batches,
+fp32), of a decoder step, of training steps (training and its namesakes, and bits, which compares them with eager's), of
+plans for any size (sizes) and of new weights (refit). Max-autotune, which times candidates for minutes (tuned, in
+peers.json), comes last, one process at a time. `bench.arenas` and `bench.resume` need the machine to themselves.
 
-Figures of this commit and kind of GPU that the files already hold are kept, so the same command resumes an interrupted
-run. On a machine without the repository, NIMBLEC_COMMIT names the commit.
+The files keep figures of this commit and kind of GPU, so the same command resumes an interrupted run. On a machine
+without the repository, NIMBLEC_COMMIT names the commit.
 """
 
 import argparse
-import copy
 import sys
 import time
+from collections.abc import Sequence
 
 from bench import decoder, peers, refit, running, schedules, sizes, training, training_bits
-from bench.running import Table
-from bench.turns import Job
 
-SINGLES = (
-    ("compile_time",),
-    ("cold_start",),
-    ("resume",),
-    ("conv_kernels", "--model", "efficientnet_b0"),
-    ("conv_kernels", "--model", "mobilenet_v3"),
-    ("attention_kernel",),
-    ("conv_kernels", "--model", "resnet50", "--float32", "tf32"),
-    ("conv_kernels", "--model", "resnet50", "--float32", "tf32x3"),
-    ("conv_kernels", "--model", "vit", "--float32", "tf32x3"),
-    ("grouped_convolutions",),
-    ("arenas",),
-)
-_SINGLE_LIMIT_S = 400
-NAMES = (
-    *("peers", "schedules", "batches", "fp32", "decoder"),
-    *("training", "training_bf16", "training_nasnet", "training_batches", "training_bf16_batches"),
-    *("bits", "sizes", "refit", "tuned", "singles"),
-)
+_TWO = ("--modes", "O2,compile")
+_THREE = ("--modes", "O2,compile,eager")
+_BF16 = ("--autocast", "bf16")
+_SLOWEST = ("--limit", "900")
+"""Seconds that EfficientNet-B0 may take beside others."""
 
-
-def networks() -> dict[str, Table]:
-    """The tables of networks by name."""
-    largest = ("--limit", "480")  # seconds that NASNet-A large may take on its share of the cores
-    return {
-        "peers": peers.table(peers.parser().parse_args(["--tune", "none", *largest])),
-        "schedules": schedules.table(schedules.parser().parse_args([])),
-        "batches": peers.table(peers.parser().parse_args(["--batches"])),
-        "fp32": peers.table(peers.parser().parse_args(["--precision", "fp32", "--modes", "eager,freeze"])),
-        "decoder": decoder.table(decoder.parser().parse_args([])),
-        **_training(),
-        "bits": training_bits.table(training_bits.parser().parse_args([])),
-        "sizes": sizes.table(sizes.parser().parse_args([])),
-        "refit": refit.table(refit.parser().parse_args([])),
-    }
+COMMANDS = {
+    # NASNet-A large takes long on its share of the cores.
+    "peers": (peers, "peers", ("--tune", "none", "--limit", "480")),
+    "schedules": (schedules, "schedules", ()),
+    "batches": (peers, "batches", ("--batches",)),
+    "fp32": (peers, "peers_fp32", ("--precision", "fp32", "--modes", "eager,freeze")),
+    "decoder": (decoder, "decoder", ()),
+    "training": (training, "training", (*_THREE, *_SLOWEST, *training.models(32))),
+    "training_bf16": (training, "training_bf16", (*_BF16, *_THREE, *_SLOWEST, *training.models(32))),
+    "training_nasnet": (training, "training_nasnet", ("--modes", "O0,eager", *_SLOWEST, training.WIDEST)),
+    "training_batches": (training, "training_batches", (*_TWO, *_SLOWEST, *training.models(128, 8, 2))),
+    "training_bf16_batches": (
+        training,
+        "training_bf16_batches",
+        (*_BF16, *_TWO, *_SLOWEST, *training.models(128, 8)),
+    ),
+    "bits": (training_bits, "training_bits", ()),
+    "sizes": (sizes, "sizes", ()),
+    "refit": (refit, "refit", ()),
+    "tuned": (peers, "peers", ("--tune", "all", "--modes", "", "--levels", "", *peers.TUNED)),
+}
+"""The module, the file of figures and the arguments of each table."""
 
 
-def _training() -> dict[str, Table]:
-    """The tables of training steps, each a file of its own name."""
-    beside = ("--modes", "O2,compile,eager")
-    largest = ("--limit", "900")  # seconds that EfficientNet-B0 may take beside others
-    asked = {
-        "training": (*beside, *training.models(32)),
-        "training_bf16": ("--autocast", "bf16", *beside, *training.models(32)),
-        "training_nasnet": ("--modes", "O0,eager", training.WIDEST),
-        "training_batches": ("--modes", "O2,compile", *training.models(128, 8, 2)),
-        "training_bf16_batches": ("--autocast", "bf16", "--modes", "O2,compile", *training.models(128, 8)),
-    }
-    paths = {name: ("--output", str(peers.FOLDER / f"{name}.json")) for name in asked}
-    parser = training.parser()
-    return {name: training.table(parser.parse_args([*asked[name], *paths[name], *largest])) for name in asked}
-
-
-def tuned() -> Table:
-    """Max-autotune of the networks that torch also tunes."""
-    return peers.table(peers.parser().parse_args(["--tune", "all", "--modes", "", "--levels", "", *peers.TUNED]))
-
-
-def singles() -> Table:
-    """The programs that need a GPU exclusively from beginning to end."""
-    path = peers.FOLDER / "singles.json"
-
-    def job(program: tuple[str, ...]) -> Job:
-        command = (sys.executable, "-m", "bench.single", *program)
-        return Job(table=str(path), model=" ".join(program), mode="single", command=command, limit_s=_SINGLE_LIMIT_S)
-
-    return Table(path=path, jobs=tuple((job(program),) for program in SINGLES))
+def table(name: str) -> running.Table:
+    """Return a table of `COMMANDS`."""
+    module, file, arguments = COMMANDS[name]
+    path = running.FOLDER / f"{file}.json"
+    return module.table(module.parser().parse_args([*arguments, "--output", str(path)]))
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default=",".join(NAMES), metavar="NAME,...")
+    made.add_argument("--only", default=",".join(COMMANDS), metavar="NAME,...")
     running.add_options(made)
     made.set_defaults(add=True)
     return made
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure what is missing, until time is up."""
     options = parser().parse_args(arguments)
     begin = time.monotonic()
     names = options.only.split(",")
-    alone = {"tuned": tuned(), "singles": singles()}
-    tables = {**networks(), **alone}
-    if unknown := set(names) - tables.keys():
-        raise SystemExit(f"--only {min(unknown)}: expected names from {', '.join(tables)}")
-    running.measure([tables[name] for name in names if name not in alone], options)
-    one_by_one = copy.copy(options)
-    one_by_one.jobs = 1
-    for name in names:
-        one_by_one.stop_after = options.stop_after - (time.monotonic() - begin)
-        if name in alone and one_by_one.stop_after > 0:
-            running.measure([tables[name]], one_by_one)
+    if unknown := set(names) - COMMANDS.keys():
+        raise SystemExit(f"--only {min(unknown)}: expected names from {', '.join(COMMANDS)}")
+    tables = {name: table(name) for name in names}
+    running.measure([tables[name] for name in names if name != "tuned"], options)
+    left_s = options.stop_after - (time.monotonic() - begin)
+    if "tuned" in names and left_s > 0:
+        running.measure([tables["tuned"]], argparse.Namespace(**{**vars(options), "jobs": 1, "stop_after": left_s}))
     print("\n".join(running.summary(tables[name]) for name in names))
 
 

@@ -6,8 +6,9 @@ or --output; --markdown prints its table. Nothing else may use the GPU meanwhile
 to two minutes. --cpu compiles the models for the CPU target, to try the program.
 
 Memory is what the driver reports as used (on the CPU target, the anonymous memory of the process), before and after
-each load, and after runs, for which the driver loads code and graphs are built. All plans take turns, and their outputs
-on one arena must equal those with their own. The size of CUDA's context, one for the process, comes from nvidia-smi.
+each load, and after runs, for which the driver loads code and graphs are built. Each plan runs once when it is loaded
+and once when all are (a third run from the host would build a graph that uploads its inputs); outputs on one arena must
+equal those with an arena of their own. The size of CUDA's context, one for the process, comes from nvidia-smi.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -27,9 +28,8 @@ import numpy as np
 from bench import environment
 from bench.compiling import plan_of
 from bench.memory import held
-from bench.peers import FOLDER
-from bench.running import short
-from bench.tables import header, mib, number, row
+from bench.running import FOLDER, short
+from bench.tables import by_columns, mib, number
 from nimblec.base.difference import difference
 from nimblert import golden
 from nimblert.arena import Arena
@@ -42,44 +42,22 @@ NETWORKS = (
     *("resnet50", "resnet101", "mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0"),
     *("densenet121", "convnext_tiny", "vit_b_16", "bert_base", "unet"),
 )
-MODELS = tuple(f"bench.models.{name}:fp16" for name in NETWORKS)
-ROUNDS = 1
-"""Runs of each plan once all are loaded: a third run from the host would build a graph that uploads its inputs."""
-_HEAD = (
-    "plan",
-    "weights",
-    "arena",
-    "inputs and outputs",
-    "code",
-    "loaded, with an arena of its own",
-    "loaded, on one arena",
-    "after runs: of its own / on one",
-)
 
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("models", nargs="*", metavar="MODEL_OR_PLAN")
-    made.add_argument("--level", type=int, default=0)
-    made.add_argument("--workers", type=int, default=10, help="compilations side by side")
-    made.add_argument("--cpu", action="store_true")
-    made.add_argument("--output", type=Path, help="path of the results")
-    made.add_argument("--markdown", action="store_true")
-    return made
+Outputs = dict[str, list[dict[str, np.ndarray]]]
+"""The outputs of each run of each plan."""
 
 
 def plans(asked: Sequence[str], folder: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """The plan files by name; models are compiled in ``folder``."""
-    target, workers = ("cpu", 1) if options.cpu else ("cuda", options.workers)
-    compile_one = partial(plan_of, target=target, level=options.level, streams="1")
+    """Return the plan files by name; compile models in ``folder``."""
+    level, workers = (None, 1) if options.cpu else (options.level, options.workers)
+    compile_one = partial(plan_of, level=level, streams="1")
     paths = [folder / f"{number}.plan" for number in range(len(asked))]
     with ThreadPoolExecutor(workers) as pool:
         return dict(zip(map(short, asked), pool.map(compile_one, asked, paths), strict=True))
 
 
 def described(plan: Plan) -> dict[str, int]:
-    """The bytes that a plan declares."""
+    """Return the bytes that a plan declares."""
     return {
         "weights": plan.weights_nbytes,
         "arena": plan.arena_nbytes,
@@ -88,41 +66,32 @@ def described(plan: Plan) -> dict[str, int]:
     }
 
 
-def used(plan: Plan) -> int:
-    """Bytes of the device in use; on the CPU target, those of the process."""
+def _used(plan: Plan) -> int:
+    """Return the bytes of the device in use; on the CPU target, those of the process."""
     found = held(plan)
     return found.get("device", found["anonymous"])
 
 
-class Together:
-    """Plans that are loaded at the same time, each with its own arena or all on one."""
-
-    def __init__(self, paths: Mapping[str, Path], *, shared: bool) -> None:
-        self._paths = paths
-        self._shared = shared
-        self._look = partial(used, read_plan(next(iter(paths.values()))))
-
-    def measured(self) -> tuple[dict[str, Any], dict[str, list[dict[str, np.ndarray]]]]:
-        """The bytes taken, in total and by plan, and the outputs of each plan's runs."""
-        start = self._look()
-        rows: dict[str, dict[str, int]] = {}
-        figures: dict[str, Any] = {"plans": rows}
-        with ExitStack() as opened:
-            arena = opened.enter_context(Arena.for_plans(*self._paths.values())) if self._shared else None
-            figures["arena"] = self._look() - start
-            models: dict[str, Executable] = {}
-            outputs: dict[str, list[dict[str, np.ndarray]]] = {}
-            for name, path in self._paths.items():
-                before = self._look()
-                models[name] = opened.enter_context(load(path, arena=arena))
-                rows[name] = {"loaded": self._look() - before}
-                outputs[name] = [_run(models[name])]
-                rows[name]["after_runs"] = self._look() - before
-            for _ in range(ROUNDS):
-                for name, model in models.items():
-                    outputs[name].append(_run(model))
-            figures["all"] = self._look() - start
-        return {**figures, "left": self._look() - start}, outputs
+def together(paths: Mapping[str, Path], *, shared: bool) -> tuple[dict[str, Any], Outputs]:
+    """Load plans at the same time, each with its own arena or all on one; return the bytes taken, and the outputs."""
+    look = partial(_used, read_plan(next(iter(paths.values()))))
+    start = look()
+    rows: dict[str, dict[str, int]] = {}
+    models: dict[str, Executable] = {}
+    with ExitStack() as opened:
+        arena = opened.enter_context(Arena.for_plans(*paths.values())) if shared else None
+        figures: dict[str, Any] = {"plans": rows, "arena": look() - start}
+        outputs: Outputs = {}
+        for name, path in paths.items():
+            before = look()
+            models[name] = opened.enter_context(load(path, arena=arena))
+            rows[name] = {"loaded": look() - before}
+            outputs[name] = [_run(models[name])]
+            rows[name]["after_runs"] = look() - before
+        for name, model in models.items():
+            outputs[name].append(_run(model))
+        figures["all"] = look() - start
+    return {**figures, "left": look() - start}, outputs
 
 
 def _run(model: Executable) -> dict[str, np.ndarray]:
@@ -130,7 +99,7 @@ def _run(model: Executable) -> dict[str, np.ndarray]:
 
 
 def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
-    """The memory of all plans with arenas of their own, and on one."""
+    """Return the memory of all plans with arenas of their own, and on one."""
     parsed = {name: read_plan(path) for name, path in paths.items()}
     with ExitStack() as opened:
         before = _gpu_nbytes()
@@ -138,19 +107,19 @@ def measure(paths: Mapping[str, Path]) -> dict[str, Any]:
             driver.initialise()
             opened.callback(driver.Context().close)
         after = _gpu_nbytes()
-        own, alone = Together(paths, shared=False).measured()
-        shared, together = Together(paths, shared=True).measured()
+        own, alone = together(paths, shared=False)
+        shared, beside = together(paths, shared=True)
     return {
         "context": None if before is None or after is None else after - before,
         "plans": {name: described(plan) for name, plan in parsed.items()},
         "own": own,
         "shared": shared,
-        "wrong": sorted(name for name in paths if not _agree(parsed[name], [*alone[name], *together[name]])),
+        "wrong": sorted(name for name in paths if not _agree(parsed[name], [*alone[name], *beside[name]])),
     }
 
 
 def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
-    """Whether all runs agree: bit for bit, or within the tolerance of a framework that is not deterministic."""
+    """Return whether all runs agree: bit for bit, or within the tolerance of a framework that is not deterministic."""
     recorded = plan.programs[0].golden
     tolerance = recorded.tolerance if recorded else 0.0
     return all(
@@ -159,7 +128,7 @@ def _agree(plan: Plan, outputs: Sequence[Mapping[str, np.ndarray]]) -> bool:
 
 
 def _gpu_nbytes() -> int | None:
-    """Bytes in use on the first GPU, from nvidia-smi; None without it."""
+    """Return the bytes in use on the first GPU, from nvidia-smi; None without it."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
@@ -168,42 +137,62 @@ def _gpu_nbytes() -> int | None:
         return None
 
 
+def _declared(kind: str) -> Callable[[str, Mapping[str, Any]], str]:
+    return lambda name, results: mib(results["plans"][name][kind])
+
+
+def _taken(way: str, when: str) -> Callable[[str, Mapping[str, Any]], str]:
+    return lambda name, results: mib(results[way]["plans"][name][when])
+
+
+COLUMNS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "plan": lambda name, _: name,
+    "weights": _declared("weights"),
+    "arena": _declared("arena"),
+    "inputs and outputs": _declared("arrays"),
+    "code": _declared("code"),
+    "loaded, with an arena of its own": _taken("own", "loaded"),
+    "loaded, on one arena": _taken("shared", "loaded"),
+    "after runs: of its own / on one": lambda name, results: " / ".join(
+        _taken(way, "after_runs")(name, results) for way in ("own", "shared")
+    ),
+}
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each plan, in MiB, and a paragraph on all of them."""
-    lines = header(_HEAD)
-    own, shared = results["own"], results["shared"]
-    for name, plan in results["plans"].items():
-        ways = own["plans"][name], shared["plans"][name]
-        told = (plan[kind] for kind in ("weights", "arena", "arrays", "code"))
-        after = " / ".join(mib(way["after_runs"]) for way in ways)
-        lines.append(row([name, *map(mib, told), *(mib(way["loaded"]) for way in ways), after]))
-    return "\n".join([*lines, "", _together(results), environment.provenance(results)])
-
-
-def _together(results: Mapping[str, Any]) -> str:
+    """Return a line for each plan, in MiB, and a paragraph on all of them."""
+    lines = by_columns(COLUMNS, ((name, results) for name in results["plans"]))
     plans, shared = results["plans"].values(), results["shared"]
     sums = {kind: sum(plan[kind] for plan in plans) for kind in ("weights", "arena", "arrays", "code")}
     arena = max(plan["arena"] for plan in plans)
     told = {kind: mib(nbytes) for kind, nbytes in sums.items()}
-    least = sums["weights"] + arena
-    wrong = f"wrong: {', '.join(results['wrong'])}" if results["wrong"] else "all outputs are those of each plan alone"
-    return (
-        f"In MiB. On one arena all plans take {mib(shared['all'])}, {number(shared['all'] / least, 3)} times their "
+    ratio = number(shared["all"] / (sums["weights"] + arena), 3)
+    wrong = f"Wrong: {', '.join(results['wrong'])}" if results["wrong"] else "All outputs are those of each plan alone"
+    below = (
+        f"In MiB. On one arena all plans take {mib(shared['all'])}, {ratio} times their "
         f"weights and the largest arena ({told['weights']} + {mib(arena)}); besides, inputs and outputs are "
         f"{told['arrays']}, code {told['code']}. With arenas of their own, together {told['arena']}, they take "
         f"{mib(results['own']['all'])}. CUDA's context takes {mib(results['context'])} once; closed, plans leave "
-        f"{mib(shared['left'])}. {wrong[0].upper()}{wrong[1:]}."
+        f"{mib(shared['left'])}. {wrong}."
     )
+    return "\n".join([*lines, "", below, environment.provenance(results)])
 
 
-def main(arguments: Iterable[str]) -> int:
-    """Measure, or print the table of the results; 1 if any output was wrong."""
-    options = parser().parse_args([*arguments])
-    path = options.output or FOLDER / "arenas.json"
+def main(arguments: Sequence[str]) -> int:
+    """Measure, or print the table of the results; return 1 if any output was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL_OR_PLAN")
+    parser.add_argument("--level", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=10, help="compilations side by side")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--output", type=Path, default=FOLDER / "arenas.json", help="path of the results")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
     if not options.markdown:
+        asked = options.models or [f"bench.models.{name}:fp16" for name in NETWORKS]
         with tempfile.TemporaryDirectory() as folder:
-            environment.write(path, measure(plans(options.models or MODELS, Path(folder), options)))
-    results = environment.read(path)
+            environment.write(options.output, measure(plans(asked, Path(folder), options)))
+    results = environment.read(options.output)
     print(markdown(results))
     return 1 if results["wrong"] else 0
 

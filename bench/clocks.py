@@ -18,7 +18,7 @@ MOST_LAUNCH_US = 30.0
 
 
 def spread(times: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The 5th percentile, median and 95th percentile."""
+    """Return the 5th percentile, median and 95th percentile."""
     return dict(zip(("p5", "median", "p95"), np.percentile(times, (5, 50, 95)).round(4).tolist(), strict=True))
 
 
@@ -32,7 +32,7 @@ def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def quietest(groups: Mapping[str, Callable[[], Samples]]) -> dict[str, Any]:
-    """The spreads of all clocks, and as "noisy" the groups that were noisy in each of `TRIES` tries.
+    """Return the spreads of all clocks, and as "noisy" the groups that were noisy in each of `TRIES` tries.
 
     The clocks of a group are sampled together, again until they are quiet. The quietest try counts.
     """

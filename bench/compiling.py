@@ -6,32 +6,31 @@ from pathlib import Path
 from typing import Any
 
 from nimblec.base.options import Options, read_options
-from nimblec.compiler import compile_model
+from nimblec.compiler import Compiled, compile_model
+from nimblert.plan import Plan
 
 
-def compiled(model: Any, options: Options, path: Path) -> dict[str, Any]:
-    """Write a model's plan; returns the seconds in total ("prepare_s") and by stage, and the compiler's notes."""
+def options(folder: Path, level: int | None, **more: Any) -> Options:
+    """Return the options of a level of the CUDA target, or of the CPU target (None); times are kept in ``folder``."""
+    target = "cpu" if level is None else "cuda"
+    return read_options(target=target, level=level, timing_cache=folder / "timings", plan_cache=None, **more)
+
+
+def compiled(model: Any, options: Options, path: Path) -> tuple[Plan, dict[str, Any]]:
+    """Write a model's plan; return it, the seconds in total ("prepare_s") and by stage, and the compiler's notes."""
     begin = time.perf_counter()
-    made = compile_model(model, options=options, output=path, observer=lambda *_: None)
+    made: Compiled = compile_model(model, options=options, output=path, observer=lambda *_: None)
     stages: defaultdict[str, float] = defaultdict(float)
     for name, seconds in made.stages:
         stages[name] += seconds
-    return {"prepare_s": time.perf_counter() - begin, "stages_s": stages, "notes": made.notes}
+    return made.plan, {"prepare_s": time.perf_counter() - begin, "stages_s": stages, "notes": made.notes}
 
 
-def plan_of(asked: str, path: Path, *, target: str, level: int, streams: str = "auto") -> Path:
-    """``asked`` if it is a plan file; else a model, package.module:callable, compiled to ``path``.
-
-    The CPU target has no levels.
-    """
+def plan_of(asked: str, path: Path, *, level: int | None, **more: Any) -> Path:
+    """Return ``asked`` if it is a plan file; else compile a model, package.module:callable, to ``path``."""
     if asked.endswith(".plan"):
         return Path(asked)
-    options = read_options(
-        target=target,
-        level=None if target == "cpu" else level,
-        streams=streams,
-        timing_cache=path.with_suffix(".timings"),
-        plan_cache=None,
-    )
-    compiled(asked, options, path)
+    folder = path.with_suffix("")
+    folder.mkdir()
+    compiled(asked, options(folder, level, **more), path)
     return path

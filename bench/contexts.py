@@ -16,16 +16,16 @@ bench/results/gpu/contexts.json`` takes about seven minutes.
 """
 
 import argparse
-import json
 import multiprocessing
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -52,70 +52,57 @@ LATENCY_NBYTES = 16
 class Checked:
     """Calls of a plan's main entry on different inputs, each output compared with that of the input run alone."""
 
-    def __init__(self, context: nimblert.Executable) -> None:
-        self._inputs = [golden.draw_inputs(context.program, seed) for seed in range(INPUTS)]
-        self._expected = [context.run(arrays) for arrays in self._inputs]
+    def __init__(self, model: nimblert.Executable, contexts: int) -> None:
+        """``contexts``: the number that threads share, the executable's own among them."""
+        self._inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
+        self._expected = [model.run(arrays) for arrays in self._inputs]
         self._next = 0
         self.wrong = 0
+        self.once = taking_turns([model, *(model.context() for _ in range(contexts - 1))], self.call)
+        """A call by any thread, on a context that no other thread uses."""
 
     def call(self, context: Context) -> None:
-        """One call on the next input."""
-        self._next = index = (self._next + 1) % INPUTS  # whichever it is where threads meet
+        """Make one call on the next input; threads that meet may take the same."""
+        self._next = index = (self._next + 1) % INPUTS
         found = context.run(self._inputs[index])
         if not all(np.array_equal(found[name], array) for name, array in self._expected[index].items()):
             self.wrong += 1
 
 
-def shared(model: nimblert.Executable, contexts: int, check: Checked) -> Callable[[], object]:
-    """A checked call for threads that take turns at so many contexts, the executable's own among them."""
-    return taking_turns([model, *(model.context() for _ in range(contexts - 1))], check.call)
+@contextmanager
+def watched(plan: Path, device: int) -> Iterator[list[Held]]:
+    """Sample memory every second while the block runs."""
+    sample, looks, ended = partial(held, read_plan(plan), device), list[Held](), threading.Event()
 
+    def look() -> None:
+        while not ended.wait(LOOK_S):
+            looks.append(sample())
 
-class Watch:
-    """Samples memory every second while the block runs."""
-
-    def __init__(self, plan: Path, device: int) -> None:
-        self._sample = partial(held, read_plan(plan), device)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self.looks: list[Held] = []
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            self.looks.append(self._sample())
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def facts(self) -> dict[str, Any]:
-        """Memory after the warm-up, and its growth."""
-        warm = self.looks[len(self.looks) // 10 :]
-        return {"begin": warm[0], "grown": grown(warm[0], warm[-1])} if warm else {}
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield looks
+    finally:
+        ended.set()
+        thread.join()
 
 
 def is_flat(run: Mapping[str, Any]) -> bool:
-    """Whether memory stayed flat in a run of threads, apart from the latencies."""
+    """Return whether memory stayed flat in a run of threads, apart from the latencies."""
     found = run["memory"].get("grown", {})
     allowed = {"anonymous": SLACK_NBYTES + LATENCY_NBYTES * run["runs"], "device": SLACK_NBYTES}
     return all(growth <= allowed.get(name, 0) for name, growth in found.items())
 
 
 def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequence[int]) -> dict[str, Any]:
-    """``count`` threads on ``contexts`` contexts of each device."""
-    models = [nimblert.load(plan, device=device) for device in devices]
-    checks = [Checked(model) for model in models]
-    calls = []
-    for model, check in zip(models, checks, strict=True):
-        calls += [shared(model, contexts, check)] * count
-    with Watch(plan, devices[0]) as watch:
-        measured = measure(calls, warm_up=WARM_UP_S, duration=seconds)
-    for model in models:
-        model.close()
+    """Measure ``count`` threads on ``contexts`` contexts of each device."""
+    with ExitStack() as opened:
+        models = [opened.enter_context(nimblert.load(plan, device=device)) for device in devices]
+        checks = [Checked(model, contexts) for model in models]
+        calls = [check.once for check in checks for _ in range(count)]
+        with watched(plan, devices[0]) as looks:
+            measured = measure(calls, warm_up=WARM_UP_S, duration=seconds)
+    warm = looks[len(looks) // 10 :]
     return {
         "devices": list(devices),
         "threads": count,
@@ -125,27 +112,26 @@ def threads(plan: Path, count: int, contexts: int, seconds: float, devices: Sequ
         "wrong": sum(check.wrong for check in checks),
         "throughput": round(measured.throughput, 1),
         "latency_ms": {name: round(value * 1000, 3) for name, value in measured.summary().items()},
-        "memory": watch.facts(),
+        "memory": {"begin": warm[0], "grown": grown(warm[0], warm[-1])} if warm else {},
     }
 
 
 def _process(
     plan: Path, device: int, count: int, contexts: int, seconds: float, begin: "threading.Barrier"
 ) -> tuple[float, int]:
-    """Run the plan in threads once all processes are ready; returns runs per second and wrong outputs."""
+    """Run the plan in threads once all processes are ready; return runs per second and wrong outputs."""
     with nimblert.load(plan, device=device) as model:
-        check = Checked(model)
-        once = shared(model, contexts, check)
-        once()
+        check = Checked(model, contexts)
+        check.once()
         begin.wait(READY_S)
-        measured = measure([once] * count, warm_up=WARM_UP_S, duration=seconds)
+        measured = measure([check.once] * count, warm_up=WARM_UP_S, duration=seconds)
     return measured.throughput, check.wrong
 
 
 def processes(
     plan: Path, devices: Sequence[int], seconds: float, *, count: int = 1, contexts: int = 1
 ) -> dict[str, Any]:
-    """A process for each of the ``devices``, which may repeat, at the same time; in each, threads on contexts."""
+    """Measure a process for each of the ``devices``, which may repeat, at the same time; in each, threads."""
     spawning = multiprocessing.get_context("spawn")
     with spawning.Manager() as manager, ProcessPoolExecutor(len(devices), spawning) as pool:
         begin = manager.Barrier(len(devices))
@@ -162,36 +148,30 @@ def processes(
 
 
 def compared(plan: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All measurements of the command line."""
-    devices = [int(text) for text in options.devices.split(",")]
+    """Return all measurements of the command line."""
+    devices, counts = ([int(n) for n in text.split(",") if n] for text in (options.devices, options.processes))
     part = options.seconds / SHARE
     one = threads(plan, options.threads, options.contexts, options.seconds, devices[:1])
-    facts: dict[str, Any] = {"contexts": one}
-    counts = [int(text) for text in options.processes.split(",") if int(text)]
-    facts["processes"] = [processes(plan, devices[:1] * number, part) for number in counts]
-    if facts["processes"]:
-        best = max(other["throughput"] for other in facts["processes"])
+    others = [processes(plan, devices[:1] * number, part) for number in counts if number]
+    facts: dict[str, Any] = {"contexts": one, "processes": others}
+    if others:
+        best = max(other["throughput"] for other in others)
         facts["of_the_best_processes"] = round(one["throughput"] / best, 3)
+    runs = [one, *others]
     if len(devices) > 1:
         together = partial(threads, plan, options.threads, options.contexts, part)
         apart = partial(processes, plan, seconds=part, count=options.threads, contexts=options.contexts)
-        facts["devices"] = {
-            "one_process": _beside_one(together, devices),
-            "a_process_for_each": _beside_one(apart, devices),
-        }
-    pairs = [run for way in facts.get("devices", {}).values() for run in way["runs"]]
-    runs = [one, *facts["processes"], *pairs]
+        facts["devices"] = {}
+        for way, measured in (("one_process", together), ("a_process_for_each", apart)):
+            pair = [measured(some) for some in (devices[:1], devices)]
+            ratio = round(pair[1]["throughput"] / pair[0]["throughput"], 3)
+            facts["devices"][way] = {"runs": pair, "of_one_device": ratio}
+            runs += pair
     return {**facts, "flat": is_flat(one), "wrong": sum(run["wrong"] for run in runs)}
 
 
-def _beside_one(measured: Callable[[Sequence[int]], dict[str, Any]], devices: Sequence[int]) -> dict[str, Any]:
-    """The first device alone and all of them, and the ratio of their throughputs."""
-    runs = [measured(some) for some in (devices[:1], devices)]
-    return {"runs": runs, "of_one_device": round(runs[1]["throughput"] / runs[0]["throughput"], 3)}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; 1 if any output was wrong, or if memory grew."""
+    """Print the figures; return 1 if any output was wrong, or if memory grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", metavar="MODEL_OR_PLAN")
     parser.add_argument("--level", type=int, default=2, help="of a model")
@@ -203,12 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(options.plan, Path(folder, "model.plan"), target="cuda", level=options.level)
+        plan = plan_of(options.plan, Path(folder, "model.plan"), level=options.level)
         facts = {"plan": Path(options.plan).name, "environment": environment.describe(), **compared(plan, options)}
-    text = json.dumps(facts, indent=2)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
+    environment.report(facts, options.json)
     return 0 if facts["flat"] and not facts["wrong"] else 1
 
 

@@ -10,7 +10,6 @@ median ratio to the session is at least 1. Memory: the growth of a process that 
 resident pages, including those of the plan's file.
 """
 
-import argparse
 import gc
 import json
 import re
@@ -28,7 +27,8 @@ import numpy as np
 
 from bench import environment
 from bench.clocks import spread
-from bench.cpu_overhead import CASES, median_interval, opened_session, prepared
+from bench.cpu_overhead import CASES, case_parser, median_interval, opened_session, prepared, verdict
+from bench.tables import by_columns
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "service.json"
 CALLERS = 4
@@ -37,7 +37,7 @@ LOADS = {"plan": 4, "session": 4, "one plan": 1, "one session": 1}
 
 
 def throughput(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Calls per second of threads that each repeat one of ``calls``."""
+    """Return the calls per second of threads that each repeat one of ``calls``."""
     end = time.perf_counter() + seconds
     counts = [0] * len(calls)
 
@@ -56,7 +56,7 @@ def throughput(calls: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
-    """Calls per second of four threads in each way, and the ratios to the session."""
+    """Return the calls per second of four threads in each way, and the ratios to the session."""
     from nimblert import golden, load
 
     session = opened_session(model)
@@ -82,7 +82,7 @@ def concurrent(model: Path, plan: Path, seconds: float) -> dict[str, Any]:
 
 
 def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
-    """Growth of this process by ``count`` plans or sessions that are loaded and run once."""
+    """Return the growth of this process by ``count`` plans or sessions that are loaded and run once."""
     from nimblert import golden, load
     from nimblert.check.verify import read_plan
     from nimblert.cpu import backend as cpu
@@ -114,7 +114,7 @@ def _resident_kib() -> int:
 
 
 def measure(case: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """One model."""
+    """Return the figures of one model, each from a process of its own."""
     command = [sys.executable, "-m", "bench.cpu_service", "--seconds", str(seconds), "--child"]
     row: dict[str, Any] = {}
     for what in ("concurrent", *LOADS):
@@ -123,74 +123,60 @@ def measure(case: str, folder: Path, seconds: float) -> dict[str, Any]:
     return row
 
 
+def _median(row: Mapping[str, Any], kind: str, way: str) -> float:
+    return float(row["concurrent"][kind][way]["median"])
+
+
+def _contexts(_: str, row: Mapping[str, Any]) -> str:
+    rates = " / ".join(f"{_median(row, 'calls_per_s', way):.1f}" for way in ("contexts", "session"))
+    return f"{rates} ({_median(row, 'ratio', 'contexts'):.2f})"
+
+
+COLUMNS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "model": lambda case, _: case,
+    "contexts / session, calls a second": _contexts,
+    "one executable": lambda _, row: (
+        f"{_median(row, 'calls_per_s', 'executable'):.1f} ({_median(row, 'ratio', 'executable'):.2f})"
+    ),
+    "four loads / sessions, MiB": lambda _, row: f"{row['plan']:.0f} / {row['session']:.0f}",
+    "one, MiB": lambda _, row: f"{row['one plan']:.0f} / {row['one session']:.0f}",
+}
+
+
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table of docs/measured.md."""
-    lines = [
-        "| model | contexts / session, calls a second | one executable | four loads / sessions, MiB | one, MiB |",
-        "|---|---|---|---|---|",
-    ]
-    for case, row in results["models"].items():
-        rates = {way: values["median"] for way, values in row["concurrent"]["calls_per_s"].items()}
-        ratio = {way: values["median"] for way, values in row["concurrent"]["ratio"].items()}
-        lines.append(
-            f"| {case} | {rates['contexts']:.1f} / {rates['session']:.1f} ({ratio['contexts']:.2f})"
-            f" | {rates['executable']:.1f} ({ratio['executable']:.2f})"
-            f" | {row['plan']:.0f} / {row['session']:.0f} | {row['one plan']:.0f} / {row['one session']:.0f} |"
-        )
-    return "\n".join([*lines, "", f"{verdict(results['models'])} {environment.provenance(dict(results))}"])
-
-
-def verdict(models: Mapping[str, Any]) -> str:
-    """Whether the goals are met: throughput by the intervals of the median ratios."""
-    ends = {
-        f"{case}, {way}": values["interval"]
-        for case, row in models.items()
-        for way, values in row["concurrent"]["ratio"].items()
-    }
-    missed = [name for name, (_, most) in ends.items() if most < 1]
-    unclear = [name for name, (least, most) in ends.items() if least < 1 <= most]
+    """Return the table of docs/measured.md, and whether the goals are met."""
+    models = results["models"]
+    ratios = ((case, row["concurrent"]["ratio"]) for case, row in models.items())
+    intervals = {f"{case}, {way}": found[way]["interval"] for case, found in ratios for way in found}
     larger = [case for case, row in models.items() if row["plan"] >= row["session"]]
-    found = [f"{what} by {'; '.join(rows)}" for what, rows in (("missed", missed), ("undecided", unclear)) if rows]
-    return (
-        f"At least the session's throughput: {', '.join(found) or 'met by all'}. "
+    below = (
+        f"At least the session's throughput: {verdict(intervals, least=1)} "
         f"Four loads below four sessions: {f'missed by {larger}' if larger else 'met by all'}."
     )
+    return "\n".join([*by_columns(COLUMNS, models.items()), "", f"{below} {environment.provenance(dict(results))}"])
 
 
 def main() -> None:
-    """Measure, or print the table of the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--seconds", type=float, default=9, help="of calls for each model")
-    parser.add_argument("--model", default="", metavar="TEXT", help="measure models whose names contain TEXT")
-    parser.add_argument("--folder", type=Path, help="models and plans; existing ones are used")
+    """Measure, or print the table of the results; write the figures of each model as soon as they are measured."""
+    parser = case_parser(__doc__, seconds=9)
     parser.add_argument("--child", nargs=3, metavar=("WHAT", "MODEL", "PLAN"), help="measure here and print JSON")
     options = parser.parse_args()
-    if options.markdown:
-        print(markdown(environment.read(RESULTS)))
-    elif options.child:
-        what, model, plan = options.child
+    if options.child:
+        what, model, plan = options.child[0], *map(Path, options.child[1:])
         if what == "concurrent":
-            print(json.dumps(concurrent(Path(model), Path(plan), options.seconds)))
+            print(json.dumps(concurrent(model, plan, options.seconds)))
         else:
-            print(json.dumps(resident_mib(what.removeprefix("one "), LOADS[what], Path(model), Path(plan))))
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            _measure_all([case for case in CASES if options.model in case], options, options.folder or Path(folder))
-        print(markdown(environment.read(RESULTS)))
-
-
-def _measure_all(cases: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-    """Write the figures of each model as soon as they are measured."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for case in cases:
-        prepared(case, folder)
-    kept = environment.read(RESULTS) if options.model and RESULTS.exists() else {"models": {}}
-    models, named = kept["models"], kept.get("commits", {})
-    commits = {case: named.get(case) or kept["environment"]["commit"] for case in models}
-    for case in cases:
-        models[case], commits[case] = measure(case, folder, options.seconds), environment.commit()
+            print(json.dumps(resident_mib(what.removeprefix("one "), LOADS[what], model, plan)))
+        return
+    for case in () if options.markdown else [case for case in CASES if options.model in case]:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            row = measure(case, folder, options.seconds)
+        kept = environment.read(RESULTS) if RESULTS.exists() else {"models": {}, "commits": {}}
+        models, commits = kept["models"] | {case: row}, kept["commits"] | {case: environment.commit()}
         environment.write(RESULTS, {"models": models, "commits": commits})
+    print(markdown(environment.read(RESULTS)))
 
 
 if __name__ == "__main__":

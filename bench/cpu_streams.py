@@ -1,17 +1,16 @@
 """The gain of streams on the CPU: branching models on one stream, on two, and with `auto`.
 
 Usage: ``python -m bench.cpu_streams [--markdown] [--repeats 300]``. Writes bench/results/cpu/streams.json, or prints
-its table with --markdown. Every plan is compiled here, including its timings; the three take turns on the same input,
+its table with --markdown. Every plan is compiled here, including its timings; the three alternate on the same input,
 in one process in which each session has its own threads. On one stream ONNX Runtime's threads may share a kernel; on
 two streams each stream has one core. The outputs must be equal bit for bit.
 """
 
 import argparse
 import os
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,20 @@ import numpy as np
 
 from bench import environment
 from bench.clocks import spread
-from bench.cpu_overhead import take_turns
+from bench.cpu_overhead import timed
+from bench.tables import by_columns
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblert import golden
 from nimblert.executable import Executable, load
+from nimblert.plan import Launch
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "streams.json"
 POLICIES = ("1", "2", "auto")
 
 
 def inception(width: int, blocks: int, pixels: int) -> tuple[Any, tuple[Any, ...]]:
-    """Blocks of four branches (tests/support/families/inception.py)."""
+    """Return blocks of four branches (tests/support/families/inception.py)."""
     import torch
     from families.inception import Inception
 
@@ -39,7 +40,7 @@ def inception(width: int, blocks: int, pixels: int) -> tuple[Any, tuple[Any, ...
 
 
 def towers(size: int, steps: int) -> tuple[Any, tuple[Any, ...]]:
-    """Two recurrent towers side by side, joined at the end."""
+    """Return two recurrent towers side by side, joined at the end."""
     import torch
 
     class Towers(torch.nn.Module):
@@ -62,8 +63,20 @@ CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
+def alternated(runs: Sequence[Callable[[], object]], repeats: int) -> np.ndarray:
+    """Return the milliseconds of each of ``repeats`` calls (rows) of each function (columns), after warm-ups.
+
+    Functions alternate after ten calls: if they did after each, every call would find caches and threads of the other.
+    """
+    for run in runs:
+        for _ in range(18):
+            run()
+    firsts = range(0, repeats, 10)
+    return np.concatenate([np.column_stack([timed(run, min(10, repeats - n)) for run in runs]) for n in firsts])
+
+
 def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repeats: int) -> dict[str, Any]:
-    """The figures of one model under each policy."""
+    """Return the figures of one model under each policy."""
     import torch
 
     torch.manual_seed(0)
@@ -82,9 +95,9 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
         outputs = [executable.run(inputs) for executable in loaded.values()]
         exact = all(np.array_equal(a, b) for o in outputs for a, b in zip(o.values(), outputs[0].values(), strict=True))
         before = os.getloadavg()[0]
-        measured = take_turns([executable.replay for executable in loaded.values()], repeats)
+        measured = alternated([executable.replay for executable in loaded.values()], repeats)
         return {
-            "launches": len(loaded["1"].program.ops),
+            "launches": sum(isinstance(command, Launch) for command in loaded["1"].program.commands),
             "auto": loaded["auto"].program.schedule.policy if loaded["auto"].program.schedule else "",
             "streams": {policy: executable.program.stream_count for policy, executable in loaded.items()},
             "ms": {policy: spread(column) for policy, column in zip(POLICIES, measured.T, strict=True)},
@@ -93,16 +106,23 @@ def measure(build: Callable[[], tuple[Any, tuple[Any, ...]]], folder: Path, repe
         }
 
 
+def _spread(policy: str) -> Callable[[str, Mapping[str, Any]], str]:
+    return lambda _, row: "{median:.2f} ({p5:.2f} to {p95:.2f})".format(**row["ms"][policy])
+
+
+COLUMNS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "model": lambda case, _: case,
+    "one stream, ms": _spread("1"),
+    "two streams, ms": _spread("2"),
+    "gain": lambda _, row: f"{row['ms']['1']['median'] / row['ms']['2']['median']:.2f}",
+    "auto, ms": _spread("auto"),
+    "auto kept": lambda _, row: row["auto"],
+}
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """The table of docs/measured.md: milliseconds, median (p5 to p95)."""
-    lines = ["| model | one stream, ms | two streams, ms | gain | auto, ms | auto kept |", "|---|---|---|---|---|---|"]
-    for case, row in results["models"].items():
-        one, two, auto = (row["ms"][policy] for policy in POLICIES)
-        cells = [f"{t['median']:.2f} ({t['p5']:.2f} to {t['p95']:.2f})" for t in (one, two, auto)]
-        lines.append(
-            f"| {case} | {cells[0]} | {cells[1]} | {one['median'] / two['median']:.2f} | {cells[2]} | {row['auto']} |"
-        )
-    return "\n".join([*lines, "", environment.provenance(results)])
+    """Return the table of docs/measured.md: milliseconds, median (p5 to p95)."""
+    return "\n".join([*by_columns(COLUMNS, results["models"].items()), "", environment.provenance(results)])
 
 
 def main() -> None:
@@ -114,7 +134,6 @@ def main() -> None:
     if options.markdown:
         print(markdown(environment.read(RESULTS)))
         return
-    sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))  # the families
     results: dict[str, Any] = {"models": {}}
     for case, build in CASES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -12,10 +12,10 @@ these. The state's "uses" are those of `nimblec inspect`; writers and readers ar
 """
 
 import argparse
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import clocks, nimblec_peer, reference, torch_peer
+from bench import clocks, compiling, nimblec_peer, reference, torch_peer
 from bench.models.llama_decoder import GivenCache
-from bench.turns import Turn, add_turns
-from nimblec.base.options import Options
-from nimblec.compiler import compile_model
+from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.inspect.inspection import state_uses
 from nimblert.check.verify import read_plan
 from nimblert.executable import load
@@ -92,7 +90,7 @@ class TorchDecoder:
 
 
 def generated(step: Next, steps: int) -> dict[str, Any]:
-    """The tokens after the first, their logits, and the time of a step."""
+    """Return the tokens after the first, their logits, and the time of a step."""
     token, tokens, logits, times = _FIRST, [], [], []
     for position in range(steps):
         begin = time.perf_counter()
@@ -108,7 +106,7 @@ Groups = dict[str, Callable[[], clocks.Samples]]
 
 
 def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figures, Groups, Callable[[], Figures]]:
-    """PyTorch's figures before measuring, the clocks to sample, and the generation of tokens."""
+    """Return PyTorch's figures before measuring, the clocks to sample, and the generation of tokens."""
     decoder = TorchDecoder(spec, device, given=mode == "given")
     if mode != "eager":
         decoder.compile(freezing=mode != "compile")
@@ -130,17 +128,11 @@ def torch_figures(mode: str, spec: str, device: str, steps: int) -> tuple[Figure
 def plan_figures(
     mode: str, spec: str, device: str, steps: int, folder: Path
 ) -> tuple[Figures, Groups, Callable[[], Figures]]:
-    """The same for a plan at a level."""
-    options = Options(
-        target="cpu" if device == "cpu" else "cuda",
-        level=None if device == "cpu" else int(mode[1:]),
-        timing_cache=folder / "timings",
-        plan_cache=None,
-    )
-    path, begin = folder / "decoder.plan", time.perf_counter()
-    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    plan = read_plan(path)
-    figures = {"prepare_s": time.perf_counter() - begin, "notes": made.notes, **of_plan(plan)}
+    """Return the same for a plan at a level."""
+    level = None if device == "cpu" else int(mode[1:])
+    _, figures = compiling.compiled(spec, compiling.options(folder, level), folder / "decoder.plan")
+    plan = read_plan(folder / "decoder.plan")
+    figures |= of_plan(plan)
     executable = load(plan)
 
     def following(token: int, position: int) -> tuple[int, float]:
@@ -160,7 +152,7 @@ def plan_figures(
 
 
 def of_plan(plan: Plan) -> Figures:
-    """The launches and copies of a plan of one step, and the uses of its state."""
+    """Return the launches and copies of a plan of one step, and the uses of its state."""
     (program,) = plan.programs
     launches = [program.ops[c.op].name for c in program.commands if isinstance(c, Launch)]
     return {
@@ -178,7 +170,7 @@ def of_plan(plan: Plan) -> Figures:
 
 
 def _model_uses(plan: Plan) -> Iterator[dict[str, str]]:
-    """The uses of each tensor of the state but kernels' scratch memory."""
+    """Yield the uses of each tensor of the state but kernels' scratch memory."""
     return (uses for tensor, uses in zip(plan.state, state_uses(plan), strict=True) if tensor.name)
 
 
@@ -195,26 +187,26 @@ def _state(accesses: tuple[Access, ...]) -> bool:
     return any(access.pointer.region is Region.STATE for access in accesses)
 
 
+def prepare(options: argparse.Namespace, folder: Path, _: ExitStack) -> Scenario:
+    """Prepare one mode."""
+    device = "cpu" if options.cpu else "cuda"
+    if options.mode in LEVELS:
+        found = plan_figures(options.mode, options.model, device, options.steps, folder)
+    else:
+        found = torch_figures(options.mode, options.model, device, options.steps)
+    figures, groups, generate = found
+    return Scenario(measure=lambda: {**clocks.quietest(groups), **generate(), **figures})
+
+
 def main() -> None:
     """Measure one mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("model", metavar="MODEL", help="package.module:callable")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS, help="tokens to generate")
-    add_turns(parser)
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    device = "cpu" if options.cpu else "cuda"
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        if options.mode in LEVELS:
-            found = plan_figures(options.mode, options.model, device, options.steps, Path(folder))
-        else:
-            found = torch_figures(options.mode, options.model, device, options.steps)
-        figures, groups, generate = found
-        turn.begin()
-        turn.report(**clocks.quietest(groups), **generate(), **figures)
-    turn.end()
+    with torch.no_grad():
+        run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the checkout, with "dirty" if files other than results differ from it.
+    """Return the commit of the checkout, with "dirty" if files other than results differ from it.
 
     NIMBLEC_COMMIT takes precedence; "unknown" if there is neither.
     """
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def is_exact(commit: str) -> bool:
-    """Whether a commit identifies what was measured: two dirty checkouts may differ."""
+    """Return whether a commit identifies what was measured: two dirty checkouts may differ."""
     return commit != "unknown" and not commit.endswith("dirty")
 
 
@@ -57,7 +57,7 @@ def _git(*arguments: str) -> str:
 
 
 def gpu_name(described: Mapping[str, Any]) -> str:
-    """The GPU of an environment, such as NVIDIA H200; none where it has none."""
+    """Return the GPU of an environment, such as NVIDIA H200; none where it has none."""
     name: str = described["gpu"]
     return name.split(",", maxsplit=1)[0]
 
@@ -71,7 +71,7 @@ def _gpu() -> str:
 
 
 def provenance(results: dict[str, Any]) -> str:
-    """The sentence under a table, with its commit and its machine.
+    """Return the sentence under a table, with its commit and its machine.
 
     Ends the process where the rows are of several commits or kinds of GPUs.
     """
@@ -88,7 +88,7 @@ def provenance(results: dict[str, Any]) -> str:
 
 
 def _rows(results: dict[str, Any]) -> list[Mapping[str, Any]]:
-    """Those by model and mode (bench/running.py)."""
+    """Return those by model and mode (bench/running.py)."""
     return [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
 
 
@@ -98,22 +98,23 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps({"environment": describe(), **figures}, indent=1, sort_keys=True) + "\n")
 
 
-def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write what became of each case on a line of its own, with what all were run on, as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(result) for result in results)
-    path.write_text(f'{{"environment": {json.dumps(describe())},\n"results": [\n{lines}\n]}}\n')
+def report(facts: dict[str, Any], path: Path | None) -> None:
+    """Print facts as JSON, and write them to a file."""
+    text = json.dumps(facts, indent=2)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")
 
 
 def shared_provenance(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The sentence under a table of several files: see `provenance`."""
+    """Return the sentence under a table of several files: see `provenance`."""
     environments = {name: file["environment"] for name, file in files.items()}
     first = next(iter(environments.values()))
     return provenance({"environment": first, "commits": {name: e["commit"] for name, e in environments.items()}})
 
 
 def read(path: Path) -> Any:
-    """The raw figures in a file; where there is none, the process ends with `NOT_MEASURED`."""
+    """Return the raw figures in a file; where there is none, the process ends with `NOT_MEASURED`."""
     if not path.exists():
         sys.stderr.write(f"{path}: not measured yet\n")
         sys.exit(NOT_MEASURED)

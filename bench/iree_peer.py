@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn, add_turns
+from bench import environment, peer_calls, reference
+from bench.turns import Turn
 
 _OPSET = 17
 _PROGRAM, _INPUTS, _OUTPUTS, _NOTES = "model.vmfb", "inputs.npz", "outputs.npz", "notes.json"
@@ -88,12 +88,7 @@ def measure(folder: Path, turn: Turn) -> None:
 
     figures: dict[str, Any] = {"error": reference.error(call_from_host(), expected)}
     turn.begin()
-    figures |= clocks.quietest(
-        {
-            "call": lambda: {"call_us": peer_calls.wall_us(call)},
-            "numpy": lambda: {"numpy_us": peer_calls.wall_us(call_from_host)},
-        }
-    )
+    figures |= peer_calls.quietest_calls(call, call_from_host)
     if on_gpu:
         figures |= peer_calls.figures(peer_calls.by_torch(call))
     turn.report(**figures, **notes, environment=environment.describe())
@@ -114,7 +109,7 @@ def main() -> None:
     compiling.add_argument("--target", default="sm_89")
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
-    add_turns(measuring)
+    measuring.add_argument("--turns", action="store_true", help="take turns with other processes at measuring")
     options = parser.parse_args()
     if options.command == "compile":
         compile_model(options.model, options.folder, options.target)

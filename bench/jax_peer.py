@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ import torch
 from jax import numpy as jnp
 from jax.profiler import ProfileData
 
-from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn, add_arguments
+from bench import clocks, peer_calls, reference
+from bench.environment import describe
+from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.pytorch.sources import import_callable
 
 _IN_A_ROW = 100
 
 
 def back_to_back_us(call: peer_calls.Call) -> list[float]:
-    """Microseconds per call of a hundred calls with one synchronisation, many times."""
+    """Return the microseconds per call of a hundred calls with one synchronisation, many times."""
 
     def calls() -> None:
         for _ in range(_IN_A_ROW - 1):
@@ -46,7 +48,7 @@ def back_to_back_us(call: peer_calls.Call) -> list[float]:
 
 
 def kernels(call: peer_calls.Call) -> list[peer_calls.Span]:
-    """The kernels of `peer_calls.apart` calls, by JAX's profiler."""
+    """Return the kernels of `peer_calls.apart` calls, by JAX's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             peer_calls.apart(call)
@@ -55,7 +57,7 @@ def kernels(call: peer_calls.Call) -> list[peer_calls.Span]:
 
 
 def kernel_spans(profile: ProfileData) -> Iterator[peer_calls.Span]:
-    """The kernels on the streams of GPUs, without copies and fills."""
+    """Yield the kernels on the streams of GPUs, without copies and fills."""
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
             if line.name.startswith("Stream"):
@@ -65,12 +67,12 @@ def kernel_spans(profile: ProfileData) -> Iterator[peer_calls.Span]:
 
 
 def floats(outputs: Any) -> list[np.ndarray]:
-    """The arrays of a result, in their order, on the host, in single precision."""
+    """Return the arrays of a result, in their order, on the host, in single precision."""
     return [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(outputs)]
 
 
 def exact(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The outputs in float32 without TF32, with the same weights and inputs."""
+    """Return the outputs in float32 without TF32, with the same weights and inputs."""
 
     def widened(array: np.ndarray) -> np.ndarray:
         return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
@@ -79,15 +81,18 @@ def exact(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarra
         return floats(jax.jit(function)(*jax.tree.map(widened, (weights, *inputs))))
 
 
-def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndarray], turn: Turn) -> None:
-    """Prepare, wait for the turn, and report all figures."""
+def prepare(options: argparse.Namespace, _: Path, __: ExitStack) -> Scenario:
+    """Compile the network."""
+    if options.fp32:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    torch.manual_seed(0)  # the networks draw their weights and inputs by torch
+    function, (weights, *inputs), ___ = import_callable(options.model)
     expected = exact(function, weights, inputs)
     placed, given = jax.device_put((weights, inputs))
     begin = time.perf_counter()
     compiled = jax.jit(lambda *arrays: function(placed, *arrays))
     found = jax.block_until_ready(compiled(*given))
-    figures: dict[str, Any] = {"prepare_s": time.perf_counter() - begin}
-    figures["error"] = reference.error(floats(found), expected)
+    figures = {"prepare_s": time.perf_counter() - begin, "error": reference.error(floats(found), expected)}
 
     def launch() -> Any:
         return compiled(*given)
@@ -95,31 +100,23 @@ def measure(function: Callable[..., Any], weights: Any, inputs: Sequence[np.ndar
     def call() -> None:
         jax.block_until_ready(launch())
 
-    turn.begin()
-    figures |= clocks.quietest(
-        {
-            "call": lambda: {"call_us": peer_calls.wall_us(call)},
-            "back to back": lambda: {"back_to_back_us": back_to_back_us(launch)},
-            "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: floats(compiled(*inputs)))},
-        }
-    )
-    if jax.default_backend() == "gpu":
-        figures |= peer_calls.figures(kernels(call))
-    turn.report(**figures, backend=jax.default_backend(), environment=environment.describe())
+    def measure() -> dict[str, Any]:
+        times = clocks.quietest(
+            {
+                "call": lambda: {"call_us": peer_calls.wall_us(call)},
+                "back to back": lambda: {"back_to_back_us": back_to_back_us(launch)},
+                "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: floats(compiled(*inputs)))},
+            }
+        )
+        traced = peer_calls.figures(kernels(call)) if jax.default_backend() == "gpu" else {}
+        return {**figures, **times, **traced, "backend": jax.default_backend(), "environment": describe()}
+
+    return Scenario(measure=measure)
 
 
 def main() -> None:
     """Measure the network named ``package.module:callable``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    if options.fp32:
-        jax.config.update("jax_default_matmul_precision", "highest")
-    torch.manual_seed(0)  # the networks draw their weights and inputs by torch
-    function, (weights, *inputs), _ = import_callable(options.model)
-    measure(function, weights, inputs, turn)
-    turn.end()
+    run_peer(peer_parser(__doc__), prepare)
 
 
 if __name__ == "__main__":

@@ -29,5 +29,5 @@ def held(plan: Plan, device: int = 0) -> Held:
 
 
 def grown(before: Held, after: Held) -> Held:
-    """The growth of each."""
+    """Return the growth of each."""
     return {name: after[name] - before[name] for name in before}

@@ -11,7 +11,6 @@ launch on bound arrays, without waiting for the GPU.
 """
 
 import argparse
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,18 +21,16 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from bench import clocks, reference
+from bench import clocks, compiling, reference
 from bench.clocks import REPEATS, WARM_UPS
-from bench.compiling import compiled
 from bench.peer_calls import wall_us
-from bench.turns import Turn, add_arguments
-from nimblec.base.options import Options
+from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblert import golden
 from nimblert.check.hazards import hazards
 from nimblert.check.verify import read_plan
 from nimblert.cuda import profiling
 from nimblert.executable import Executable, load
-from nimblert.plan import Launch, Plan, Program, Record, Tensor, Wait
+from nimblert.plan import Launch, Plan, Program, Record, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,20 +39,20 @@ _COPIED_NBYTES = 64 << 20
 
 
 def placed(plan: Plan | Path, **options: Any) -> Executable:
-    """A loaded plan that has run once, on drawn inputs: a kernel must not take arbitrary bytes for indices."""
+    """Return a loaded plan that has run once, on drawn inputs: a kernel must not take arbitrary bytes for indices."""
     loaded = load(plan, **options)
     loaded.run(golden.draw_inputs(loaded.program, 0))
     return loaded
 
 
 def gpu_us(loaded: Executable) -> np.ndarray:
-    """GPU microseconds of each of many replays, on the inputs of the last run."""
+    """Return the GPU microseconds of each of many replays, on the inputs of the last run."""
     backend: Any = loaded._backends[loaded.program.name]  # noqa: SLF001 - no public way leads there
     return profiling.replay_times(backend, WARM_UPS + REPEATS)[WARM_UPS:]
 
 
 def serialised(plan: Plan) -> Plan:
-    """The same kernels in the same memory on one stream, in issue order."""
+    """Return the same kernels in the same memory on one stream, in issue order."""
     program = plan.programs[0]
     commands = tuple(
         replace(c, stream=0, programmatic=False) if isinstance(c, Launch) else replace(c, stream=0)
@@ -66,7 +63,7 @@ def serialised(plan: Plan) -> Plan:
 
 
 def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
-    """The schedule, and whether the outputs are bit-exact."""
+    """Return the schedule, and whether the outputs are bit-exact."""
     record, recorded = program.schedule, program.golden
     assert record is not None
     assert recorded is not None
@@ -86,7 +83,7 @@ def schedule(program: Program, loaded: Executable) -> dict[str, Any]:
 
 
 def work(plan: Plan) -> dict[str, dict[str, float]]:
-    """The number of launches of each kernel, their total time, and the bytes that they read and write."""
+    """Return the number of launches of each kernel, their total time, and the bytes that they read and write."""
     found: dict[str, dict[str, float]] = {}
     program = plan.programs[0]
     for command in program.commands:
@@ -104,24 +101,22 @@ def work(plan: Plan) -> dict[str, dict[str, float]]:
 
 
 def arrays(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The example inputs by the plan's names, in C order."""
+    """Return the example inputs by the plan's names, in C order."""
     host = reference.host_arrays((args, kwargs))
     return {tensor.name: array for tensor, array in zip(program.inputs, host, strict=True)}
 
 
 def tensors(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The example inputs by the plan's names, on the GPU as the plan reads them."""
+    """Return the example inputs by the plan's names, on the GPU as the plan reads them."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return {t.name: laid_out(t, leaf.cuda()) for t, leaf in zip(program.inputs, leaves, strict=True)}
-
-
-def laid_out(tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the GPU in the memory layout of an input or output."""
-    return torch.empty_strided(tensor.shape, tensor.strides, dtype=value.dtype, device="cuda").copy_(value)
+    return {
+        t.name: torch.empty_strided(t.shape, t.strides, dtype=leaf.dtype, device="cuda").copy_(leaf)
+        for t, leaf in zip(program.inputs, leaves, strict=True)
+    }
 
 
 def launch_us(loaded: Executable, placed: dict[str, torch.Tensor]) -> list[float]:
-    """Microseconds of each of many launches on bound arrays, the GPU idle before each."""
+    """Return the microseconds of each of many launches on bound arrays, the GPU idle before each."""
     program = loaded.program
     given = {name: torch.utils.dlpack.from_dlpack(output) for name, output in loaded.run(placed).items()}
     for tensor in (*program.inputs, *program.outputs):
@@ -139,12 +134,12 @@ def launch_us(loaded: Executable, placed: dict[str, torch.Tensor]) -> list[float
 
 
 def channels_last(array: np.ndarray) -> np.ndarray:
-    """Images channels last in memory; other arrays as they are."""
+    """Return images channels last in memory; other arrays as they are."""
     return np.ascontiguousarray(array.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) if array.ndim == 4 else array
 
 
 def page_locked_gbps() -> dict[str, float]:
-    """Gigabytes per second of 64 MiB between page-locked memory and the GPU, each way."""
+    """Return the gigabytes per second of 64 MiB between page-locked memory and the GPU, each way."""
     host = torch.empty(_COPIED_NBYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda")
 
@@ -159,63 +154,57 @@ def page_locked_gbps() -> dict[str, float]:
     return {way.__name__: round(_COPIED_NBYTES / (min(wall_us(way)) * 1e3), 2) for way in (up, down)}
 
 
-def main() -> None:
-    """Compile the model named ``package.module:callable`` and measure its plan."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("level", type=int)
-    add_arguments(parser)
-    parser.add_argument("--chain", action="store_true")
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
+def prepare(options: argparse.Namespace, folder: Path, opened: ExitStack) -> Scenario:
+    """Compile the model, and load its plan."""
     module, args, kwargs = reference.seeded(options.model)
     expected = reference.exact(module, args, kwargs)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_plans:
-        path = Path(folder, "model.plan")
-        how = Options(
-            target="cuda",
-            level=options.level,
-            precision="fp32" if options.fp32 else "keep",
-            timing_cache=path.with_suffix(".timings"),
-            plan_cache=None,
-        )
-        figures = compiled(options.model, how, path)
-        plan = read_plan(path)
-        program = plan.programs[0]
-        loaded = open_plans.enter_context(load(plan))
-        inputs, placed = arrays(program, args, kwargs), tensors(program, args, kwargs)
-        turned = {name: channels_last(array) for name, array in inputs.items()}
-        locked = {name: loaded.empty_input(name) for name in inputs}
-        for name, array in inputs.items():
-            locked[name][...] = array
-        groups: dict[str, Callable[[], clocks.Samples]] = {}
-        if options.chain:
-            figures |= schedule(program, loaded)
-            chain = open_plans.enter_context(load(serialised(plan)))
-            chain.run(inputs)
-            groups["chain"] = lambda: {"chain_us": gpu_us(chain)}
-        outputs = [array.astype(np.float64) for array in loaded.run(inputs).values() if array.dtype.kind not in "iub"]
-        groups |= {
-            "kernels": lambda: {"kernels_us": gpu_us(loaded), "replay_us": wall_us(loaded.replay)},
-            "numpy": lambda: {"numpy_us": wall_us(lambda: loaded(*inputs.values()))},
-            "other_order": lambda: {"other_order_us": wall_us(lambda: loaded(*turned.values()))},
-            "page_locked": lambda: {"page_locked_us": wall_us(lambda: loaded(*locked.values()))},
-            "call": lambda: {"call_us": wall_us(lambda: loaded.run(placed))},
-            "launch": lambda: {"launch_us": launch_us(loaded, placed)},
-        }
-        turn.begin()
-        turn.report(**clocks.quietest(groups), page_locked_gbps=page_locked_gbps())
-    turn.report(
-        **figures,
-        error=reference.error(outputs, expected),
-        kernels=sum(isinstance(c, Launch) for c in program.commands),
-        commands=len(program.commands),
-        streams=program.stream_count,
-        moved_nbytes=sum(tensor.span_nbytes for tensor in (*program.inputs, *program.outputs)),
-        arena_nbytes=program.arena_nbytes,
-        weights_nbytes=plan.weights_nbytes,
-        work=work(plan),
+    how = compiling.options(folder, options.level, precision="fp32" if options.fp32 else "keep")
+    _, figures = compiling.compiled(options.model, how, folder / "model.plan")
+    plan = read_plan(folder / "model.plan")
+    program = plan.programs[0]
+    loaded = opened.enter_context(load(plan))
+    inputs, placed = arrays(program, args, kwargs), tensors(program, args, kwargs)
+    turned = {name: channels_last(array) for name, array in inputs.items()}
+    locked = {name: loaded.empty_input(name) for name in inputs}
+    for name, array in inputs.items():
+        locked[name][...] = array
+    groups: dict[str, Callable[[], clocks.Samples]] = {}
+    if options.chain:
+        figures |= schedule(program, loaded)
+        chain = opened.enter_context(load(serialised(plan)))
+        chain.run(inputs)
+        groups["chain"] = lambda: {"chain_us": gpu_us(chain)}
+    outputs = [array.astype(np.float64) for array in loaded.run(inputs).values() if array.dtype.kind not in "iub"]
+    groups |= {
+        "kernels": lambda: {"kernels_us": gpu_us(loaded), "replay_us": wall_us(loaded.replay)},
+        "numpy": lambda: {"numpy_us": wall_us(lambda: loaded(*inputs.values()))},
+        "other_order": lambda: {"other_order_us": wall_us(lambda: loaded(*turned.values()))},
+        "page_locked": lambda: {"page_locked_us": wall_us(lambda: loaded(*locked.values()))},
+        "call": lambda: {"call_us": wall_us(lambda: loaded.run(placed))},
+        "launch": lambda: {"launch_us": launch_us(loaded, placed)},
+    }
+    figures |= {
+        "error": reference.error(outputs, expected),
+        "kernels": sum(isinstance(c, Launch) for c in program.commands),
+        "commands": len(program.commands),
+        "streams": program.stream_count,
+        "moved_nbytes": sum(tensor.span_nbytes for tensor in (*program.inputs, *program.outputs)),
+        "arena_nbytes": program.arena_nbytes,
+        "weights_nbytes": plan.weights_nbytes,
+        "work": work(plan),
+    }
+    return Scenario(
+        measure=lambda: {**clocks.quietest(groups), "page_locked_gbps": page_locked_gbps()}, facts=lambda: figures
     )
-    turn.end()
+
+
+def main() -> None:
+    """Measure the plan of the model named ``package.module:callable``."""
+    parser = peer_parser(__doc__, model=False)
+    parser.add_argument("level", type=int)
+    add_model(parser)
+    parser.add_argument("--chain", action="store_true")
+    run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

@@ -1,363 +1,101 @@
-"""Run ONNX's backend cases through nimblec, as a measure of the ONNX front end.
+"""Run ONNX's backend cases through nimblec, as a measure of the ONNX front end (tests/support/onnx_conformance.py).
 
-    python -m bench.onnx_coverage [--markdown] [--target aten|optimized|fused|cpu] [--match TEXT] [--every N]
-                                  [--workers N] [--json PATH]
-
-``aten``: import each case as ATen calls and run these with torch on the CPU. ``optimized``: the same calls after the
-rewrites of ``-O1``. ``fused``: with their regions compiled as well, on the GPU if there is one. ``cpu``: compile it for
-the CPU target, save the plan, load it and run it; a plain ONNX Runtime session of the same model is the reference.
-Cases run in worker processes, which are replaced after a crash or a hang. The first input of a case stays an input, the
-others become initializers. Whole runs write bench/results/cpu/onnx_coverage*.json; ``--markdown`` prints the table of
-the results.
+Usage: python -m bench.onnx_coverage [--markdown] [--target aten|optimized|fused|cpu] [--match TEXT] [--workers N]
+[--write-known FILE]. Prints each case that does not pass. Whole runs write these to
+bench/results/cpu/onnx_coverage*.json; --markdown prints the table of all targets' results.
 """
 
 import argparse
-import multiprocessing
-import tempfile
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import numpy as np
-from onnx import ModelProto
+from onnx_cases import cases
+from onnx_conformance import RUNNERS, Result, is_excused, run
 
 from bench import environment
-from bench.onnx_cases import Case, cases, difference, static_form
-from bench.tables import header, row
-from nimblec.base.errors import CompileError
-from nimblert.errors import NimbleError
-
-if TYPE_CHECKING:
-    import torch
+from bench.tables import table
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
-SECONDS_A_CASE = 120
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """The outcome of a case: pass, refused, wrong, error, crash or hang.
-
-    ``onnxruntime`` is its outcome in a plain session, for the CPU target.
-    """
-
-    name: str
-    kind: str
-    core: bool
-    operators: tuple[str, ...]
-    status: str
-    message: str
-    seconds: float
-    onnxruntime: str = ""
-
-
-def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Import a model and run its ATen calls with torch."""
-    from nimblec.onnx_import.importer import import_model
-
-    module = import_model(model).module
-    return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
-
-
-def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Import a model, rewrite its calls as ``-O1`` does for a GPU, and run them with torch on the CPU."""
-    import torch
-
-    from nimblec.graph.definitions import Interpreter
-    from nimblec.onnx_import.importer import import_model
-    from nimblec.optimize import optimize
-
-    module = optimize(import_model(model).module, device="cuda")
-    with torch.no_grad():
-        return [_to_array(tensor) for tensor in Interpreter(module).run(*map(_to_tensor, inputs))]
-
-
-def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The same with regions compiled by Inductor, all of it on the GPU where there is one."""
-    import torch
-
-    from nimblec.onnx_import.importer import import_model
-    from nimblec.optimize import compile_regions, optimize
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    module = compile_regions(optimize(import_model(model, device=device).module, device=device))
-    with torch.no_grad():
-        return [_to_array(tensor.cpu()) for tensor in module(*(_to_tensor(array).to(device) for array in inputs))]
-
-
-def _to_tensor(array: np.ndarray) -> "torch.Tensor":
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-def _to_array(tensor: "torch.Tensor") -> np.ndarray:
-    import ml_dtypes
-    import torch
-
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
-
-
-def run_cpu(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Compile a model for the CPU target; save, load and run the plan."""
-    import nimblec
-    import nimblert
-
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "model.onnx", Path(folder) / "model.plan"
-        source.write_bytes(model.SerializeToString())
-        nimblec.compile(source, target="cpu", plan_cache=None).save(target)
-        with nimblert.load(target) as executable:
-            outputs = executable(*inputs)
-        return [np.array(output) for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
-
-
-def run_onnxruntime(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run a model in a session of default options."""
-    from nimblert.cpu.onnx_session import onnxruntime
-
-    options = onnxruntime().SessionOptions()
-    options.log_severity_level = 4  # failures come as exceptions
-    session = onnxruntime().InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    fed = {value.name: array for value, array in zip(session.get_inputs(), inputs, strict=True)}
-    return [np.asarray(output) for output in session.run(None, fed)]
-
-
-Runner = Callable[[ModelProto, Sequence[np.ndarray]], list[np.ndarray]]
-RUNNERS: dict[str, Runner] = {"aten": run_aten, "optimized": run_optimized, "fused": run_fused, "cpu": run_cpu}
-RESULT_NAMES = {
-    "aten": "onnx_coverage.json",
-    "optimized": "onnx_coverage_optimized.json",
-    "fused": "onnx_coverage_fused.json",
-    "cpu": "onnx_coverage_cpu_target.json",
+TITLES = {
+    "aten": "ATen (CUDA target)",
+    "optimized": "ATen, rewritten as by `-O1`",
+    "fused": "the same, regions compiled for the CPU",
+    "cpu": "CPU target",
 }
 STATUSES = ("pass", "refused", "wrong", "error", "crash", "hang")
 
 
-def run_case(case: Case, target: str) -> Result:
-    """Run every data set of a case."""
-    start = time.perf_counter()
-    status, message = outcome(case, RUNNERS[target])
-    seconds = round(time.perf_counter() - start, 4)
-    result = _result(case, status, message, seconds)
-    return replace(result, onnxruntime=outcome(case, run_onnxruntime)[0]) if target == "cpu" else result
+def results_path(target: str) -> Path:
+    """Return the path of a target's results."""
+    suffix = {"aten": "", "cpu": "_cpu_target"}.get(target, f"_{target}")
+    return RESULTS / f"onnx_coverage{suffix}.json"
 
 
-def _result(case: Case, status: str, message: str, seconds: float) -> Result:
-    return Result(
-        name=case.name,
-        kind=case.kind,
-        core=case.core,
-        operators=case.operators,
-        status=status,
-        message=message,
-        seconds=seconds,
-    )
-
-
-def outcome(case: Case, runner: Runner) -> tuple[str, str]:
-    """The outcome of a case, and its message."""
-    try:
-        for data in case.data_sets():
-            model, inputs = static_form(case.model, data.inputs)
-            if message := difference(runner(model, inputs), data.outputs):
-                return "wrong", message
-    except (CompileError, NimbleError) as exc:
-        return "refused", str(exc)
-    except Exception as exc:  # noqa: BLE001 - any other exception is an outcome
-        return "error", f"{type(exc).__name__}: {exc}"
-    return "pass", ""
-
-
-def _work(connection: Connection, target: str) -> None:
-    """Receive indices of cases and send their results, until None comes."""
-    if target != "cpu":
-        import torch
-
-        torch.set_num_threads(1)
-    every = cases()
-    while (index := connection.recv()) is not None:
-        connection.send(run_case(every[index], target))
-
-
-class Worker:
-    """A process that runs cases, one at a time."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.case: int | None = None
-        self._start()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other, self.target), daemon=True)
-        self.process.start()
-        other.close()
-
-    def give(self, case: int) -> None:
-        """Start a case."""
-        self.case, self.since = case, time.monotonic()
-        self.connection.send(case)
-
-    def take(self) -> Result | None:
-        """Return the result of the case, a crash or a hang; None while it runs."""
-        assert self.case is not None
-        if self.connection.poll():
-            try:
-                result: Result = self.connection.recv()
-            except EOFError:
-                return self._lost("crash", "the process died")
-            self.case = None
-            return result
-        if time.monotonic() - self.since > SECONDS_A_CASE:
-            return self._lost("hang", f"no answer in {SECONDS_A_CASE} s")
-        return None
-
-    def _lost(self, status: str, message: str) -> Result:
-        assert self.case is not None
-        case, self.case = cases()[self.case], None
-        self.process.kill()
-        self.process.join()
-        message = f"{message} (exit code {self.process.exitcode})"
-        self._start()
-        return _result(case, status, message, time.monotonic() - self.since)
-
-    def stop(self) -> None:
-        """End the process."""
-        if self.case is None:
-            self.connection.send(None)
-            self.process.join(timeout=5)
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
-def run(indices: Sequence[int], target: str, worker_count: int) -> list[Result]:
-    """Run cases on ``worker_count`` processes; return their results in the order of the cases."""
-    waiting = list(reversed(indices))
-    results: list[Result] = []
-    workers = [Worker(target) for _ in range(min(worker_count, max(1, len(waiting))))]
-    try:
-        while len(results) < len(indices):
-            for worker in workers:
-                if worker.case is None and waiting:
-                    worker.give(waiting.pop())
-            wait([worker.connection for worker in workers if worker.case is not None], timeout=1)
-            results += [result for worker in workers if worker.case is not None and (result := worker.take())]
-    finally:
-        for worker in workers:
-            worker.stop()
-    order = {cases()[index].name: place for place, index in enumerate(indices)}
-    return sorted(results, key=lambda result: order[result.name])
-
-
-def is_excused(result: Result) -> bool:
-    """Return whether ONNX Runtime fails, too, and the CPU target refuses the case."""
-    return result.onnxruntime not in ("", "pass") and result.status == "refused"
-
-
-def known_failures(path: Path) -> dict[str, str]:
-    """Read a file of lines ``case: reason``; lines that start with # are headings."""
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    return dict(line.split(": ", 1) for line in lines)
-
-
-def write_known_failures(path: Path, results: Sequence[Result]) -> None:
-    """Write the cases that should pass and do not, each with its message."""
-    lines = []
-    for heading, core in (("# Core cases", True), ("# Other cases", False)):
-        lines.append(heading)
-        lines += [
-            f"{r.name}: {r.status}: {' '.join(r.message.split())[:240]}"
-            for r in sorted(results, key=lambda r: r.name)
-            if r.core == core and r.status != "pass" and not is_excused(r)
-        ]
-    path.write_text("\n".join(lines) + "\n")
-
-
-def report(results: Sequence[Result]) -> None:
-    """Print counts by status and by operator, and the unsupported operators."""
-    for title, chosen in (("core cases", [r for r in results if r.core]), ("all cases", list(results))):
-        counts = Counter(result.status for result in chosen)
-        print(f"{title}: {counts['pass']} of {len(chosen)} pass; " + _listed(counts))
-        if runnable := [r for r in chosen if r.onnxruntime == "pass"]:
-            print(f"  {sum(r.status == 'pass' for r in runnable)} of the {len(runnable)} that pass in ONNX Runtime")
-    by_operator: dict[str, Counter[str]] = defaultdict(Counter)
-    for result in results:
-        for operator in result.operators:
-            by_operator[operator][result.status] += 1
-    print("\noperators of cases that do not all pass:")
-    for operator, counts in sorted(by_operator.items()):
-        if set(counts) != {"pass"}:
-            print(f"  {operator:<36} {counts['pass']:>4} of {counts.total():>4}; {_listed(counts)}")
-    missing = {r.message.split(" ")[0] for r in results if r.message.endswith("the operator is not supported")}
-    print(f"\nunsupported operators ({len(missing)}): {', '.join(sorted(missing))}")
-    for result in results:
-        if result.status not in ("pass", "refused"):
-            print(f"{result.status}: {result.name}: {' '.join(result.message.split())[:200]}")
+def counts(results: Mapping[str, Any], kind: str, field: str = "status") -> Counter[str]:
+    """Count the cases of a kind ("core" or "all") by status; passing cases are not listed in the results."""
+    found = Counter(case[field] for case in results["failures"] if (kind == "all" or case["core"]))
+    found["pass"] += results["cases"][kind] - found.total()
+    return found
 
 
 def markdown() -> str:
-    """The table of docs/measured.md, out of the results of each target: counts by status."""
-    files = {target: environment.read(RESULTS / name) for target, name in RESULT_NAMES.items()}
-    aten, optimized, fused, cpu = (file["results"] for file in files.values())
-    lines = header(["", *STATUSES])
-    for title, results, field in (
-        ("ATen (CUDA target)", aten, "status"),
-        ("ATen, rewritten as by `-O1`", optimized, "status"),
-        ("the same, regions compiled for the CPU", fused, "status"),
-        ("CPU target", cpu, "status"),
-        ("ONNX Runtime itself", cpu, "onnxruntime"),
-    ):
-        for kind, chosen in (("core", [r for r in results if r["core"]]), ("all", results)):
-            counts = Counter(r[field] for r in chosen)
-            numbers = [f"{counts[name]:,}" for name in STATUSES]
-            lines.append(row([f"{title}, {kind} {len(chosen):,} cases", *numbers]))
-    runnable = [r for r in cpu if r["core"] and r["onnxruntime"] == "pass"]
-    passed = sum(r["status"] == "pass" for r in runnable)
-    wrong = [r["onnxruntime"] for r in cpu if r["status"] == "wrong"]
-    lines += ["", f"Of the {len(runnable):,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target."]
+    """Return the table of docs/measured.md: the number of cases by target and status."""
+    files = {target: environment.read(results_path(target)) for target in TITLES}
+    cpu = files["cpu"]
+    rows = [(TITLES[target], results, "status") for target, results in files.items()]
+    rows += [("ONNX Runtime itself", cpu, "onnxruntime")]
+    lines = table(
+        ["", *STATUSES],
+        [
+            [f"{title}, {kind} {results['cases'][kind]:,} cases", *(f"{found[name]:,}" for name in STATUSES)]
+            for title, results, field in rows
+            for kind in ("core", "all")
+            for found in [counts(results, kind, field)]
+        ],
+    )
+    runnable = counts(cpu, "core", "onnxruntime")["pass"]
+    passed = runnable - sum(case["core"] and case["onnxruntime"] == "pass" for case in cpu["failures"])
+    wrong = [case["onnxruntime"] for case in cpu["failures"] if case["status"] == "wrong"]
+    lines += ["", f"Of the {runnable:,} core cases that ONNX Runtime passes, {passed:,} pass on the CPU target."]
     lines += [f"Of the {len(wrong)} that are wrong there, {wrong.count('wrong')} are wrong in ONNX Runtime."]
     return "\n".join([*lines, "", environment.shared_provenance(files)])
 
 
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()) if status != "pass")
+def write_known_failures(path: Path, failures: Sequence[Result]) -> None:
+    """Write the cases that should pass and do not, each with its message."""
+    lines = []
+    for heading, core in (("# Core cases", True), ("# Other cases", False)):
+        chosen = sorted((r for r in failures if r.core == core and not is_excused(r)), key=lambda r: r.name)
+        lines += [heading, *(f"{r.name}: {r.status}: {' '.join(r.message.split())[:240]}" for r in chosen)]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
-    """Run the cases and print the report."""
+    """Run the cases and print those that do not pass, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=sorted(RUNNERS), default="aten")
     parser.add_argument("--match", default="", help="run only cases whose name contains this")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="run only every Nth of them")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where to write the results (whole runs write them anyway)")
     parser.add_argument("--write-known", type=Path, help="write the cases that do not pass to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table of the results")
     options = parser.parse_args()
     if options.markdown:
         print(markdown())
         return
-    indices = [i for i, case in enumerate(cases()) if options.match in case.name][:: options.every]
-    start = time.monotonic()
-    results = run(indices, options.target, options.workers)
-    report(results)
-    print(f"{len(results)} cases in {time.monotonic() - start:.1f} s")
+    results = run([i for i, case in enumerate(cases()) if options.match in case.name], options.target, options.workers)
+    failures = [result for result in results if result.status != "pass"]
+    for result in failures:
+        print(f"{result.status}: {result.name}: {' '.join(result.message.split())[:200]}")
+    total = {"core": sum(result.core for result in results), "all": len(results)}
+    print(f"{len(results) - len(failures)} of {len(results)} cases pass")
     if options.write_known:
-        write_known_failures(options.write_known, results)
-    target = options.json or (None if options.match or options.every > 1 else RESULTS / RESULT_NAMES[options.target])
-    if target:
-        environment.write_results(target, [asdict(result) for result in results])
+        write_known_failures(options.write_known, failures)
+    if not options.match:
+        listed = [asdict(result) for result in results if {result.status, result.onnxruntime or "pass"} != {"pass"}]
+        environment.write(results_path(options.target), {"cases": total, "failures": listed})
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ that time in which a kernel runs.
 
 import argparse
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import numpy as np
 import onnxruntime
 import torch
 
-from bench import clocks, environment, peer_calls, reference
-from bench.turns import Turn, add_arguments
+from bench import environment, peer_calls, reference
+from bench.turns import Scenario, peer_parser, run_peer
 
 Providers = Sequence[tuple[str, Mapping[str, str]]]
 
@@ -32,7 +32,7 @@ CPU: Providers = (("CPUExecutionProvider", {}),)
 
 
 def cuda(*, tf32: bool, nhwc: bool) -> Providers:
-    """The CUDA provider: a session's runs are one CUDA graph, recorded in the first."""
+    """Return the CUDA provider: a session's runs are one CUDA graph, recorded in the first."""
     flags = {"enable_cuda_graph": True, "use_tf32": tf32, "prefer_nhwc": nhwc}
     options = {name: str(int(flag)) for name, flag in flags.items()} | {"cudnn_conv_algo_search": "EXHAUSTIVE"}
     return (("CUDAExecutionProvider", options),)
@@ -68,54 +68,49 @@ class Bound:
         self._session.run_with_iobinding(self._binding)
 
     def run_on(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The outputs on the host for inputs of the same dtypes and shapes."""
+        """Return the outputs on the host for inputs of the same dtypes and shapes."""
         for value, array in zip(self._inputs, inputs, strict=True):
             value.update_inplace(array)
         self.run()
         return [value.numpy() for value in self._outputs]
 
 
-def measure(spec: str, providers: Providers, turn: Turn) -> None:
-    """Prepare, wait for the turn, and report all figures."""
-    on_gpu = providers is not CPU
-    module, args, kwargs = reference.seeded(spec)
+def prepare(options: argparse.Namespace, folder: Path, _: ExitStack) -> Scenario:
+    """Export the model, and open a session."""
+    providers = CPU if options.cpu else cuda(tf32=not options.fp32, nhwc=not options.nchw)
+    module, args, kwargs = reference.seeded(options.model)
     with torch.no_grad():
         returned = module(*args, **kwargs)
-    expected = reference.exact(module, args, kwargs) if on_gpu else reference.floats(returned)
+    expected = reference.floats(returned) if options.cpu else reference.exact(module, args, kwargs)
     inputs = reference.host_arrays((args, kwargs))
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path = Path(folder, "model.onnx")
+        path = folder / "model.onnx"
         torch.onnx.export(module, args, path, kwargs=kwargs, dynamo=True, verbose=False)
         bound = Bound(path, providers, inputs, reference.host_arrays(returned))
     found = bound.run_on(inputs)
-    figures: dict[str, Any] = {
+    figures = {
         "prepare_s": time.perf_counter() - begin,
         "error": reference.error([array for array in found if array.dtype.kind == "f"], expected),
+        "provider": providers[0][0],
+        "environment": environment.describe(),
     }
-    turn.begin()
-    figures |= clocks.quietest(
-        {
-            "call": lambda: {"call_us": peer_calls.wall_us(bound.run)},
-            "numpy": lambda: {"numpy_us": peer_calls.wall_us(lambda: bound.run_on(inputs))},
-        }
-    )
-    if on_gpu:
-        figures |= peer_calls.figures(peer_calls.by_torch(bound.run))
-    turn.report(**figures, provider=providers[0][0], environment=environment.describe())
+
+    def measure() -> dict[str, Any]:
+        times = peer_calls.quietest_calls(bound.run, lambda: bound.run_on(inputs))
+        traced = {} if options.cpu else peer_calls.figures(peer_calls.by_torch(bound.run))
+        return {**figures, **times, **traced}
+
+    return Scenario(measure=measure)
 
 
 def main() -> None:
     """Measure the model named ``package.module:callable``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    parser = peer_parser(__doc__)
     parser.add_argument("--nchw", action="store_true")
     parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    measure(options.model, CPU if options.cpu else cuda(tf32=not options.fp32, nhwc=not options.nchw), turn)
-    turn.end()
+    run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

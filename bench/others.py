@@ -9,79 +9,71 @@ measures the result of `bench.iree_peer compile` in the folder $IREE_RESNET50.
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from bench import environment, peers, peers_table, running
+from bench import environment, peers, running
+from bench.peers_table import Comparison, cell, fastest, levels, ratio
 from bench.running import Table, short
-from bench.tables import header, number, row
-from bench.turns import Job
+from bench.tables import by_columns, number
 
-PATH = peers.FOLDER / "others.json"
 RESNET, BERT = "bench.models.resnet50:fp16", "bench.models.bert_base:fp16"
-_LIMIT_S = 300
 
 
-def programs() -> dict[tuple[str, str], tuple[str, ...]]:
-    """The program of each model and peer."""
-    found: dict[tuple[str, str], tuple[str, ...]]
-    found = {(spec, "AOTInductor"): ("bench.torch_peer", "aoti", spec) for spec in peers.TUNED}
-    found |= {(spec, "ONNX Runtime CUDA"): ("bench.onnxruntime_peer", spec) for spec in (RESNET, BERT)}
-    found[RESNET, "JAX"] = ("bench.jax_peer", "bench.models.jax_resnet50:fp16")
-    found[BERT, "JAX"] = ("bench.jax_peer", "bench.models.jax_bert_base:fp16")
-    found[BERT, "JAX, cuDNN attention"] = ("bench.jax_peer", "bench.models.jax_bert_base:fp16_cudnn_attention")
-    found[RESNET, "IREE"] = ("bench.iree_peer", "measure", os.environ.get("IREE_RESNET50", "iree_resnet50"))
-    return found
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    return running.table_parser(__doc__, "MODEL", limit_s=300)
 
 
-def table() -> Table:
-    """A job for each model and peer."""
-
-    def job(spec: str, peer: str, program: tuple[str, ...]) -> Job:
-        command = (sys.executable, "-m", *program, "--turns")
-        return Job(table=str(PATH), model=spec, mode=peer, command=command, limit_s=_LIMIT_S)
-
-    return Table(path=PATH, jobs=tuple((job(spec, peer, program),) for (spec, peer), program in programs().items()))
-
-
-def markdown(results: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """A line for each model and peer: its times, ours, and their ratio."""
-    below = environment.provenance(dict(results))
-    head = ["model", "peer", "kernels: peer / ours, us", "call / our replay, us", "call from numpy, us", "error"]
-    lines = header(head)
-    for spec, peer in programs():
-        found = results["models"].get(spec, {}).get(peer, {"failed": "not tried"})
-        if "failed" in found:
-            lines.append(row([short(spec), peer, f"does not run: {found['failed'][:100]}", "", "", ""]))
-            continue
-        figures = {**ours["models"].get(spec, {}), peer: found}
-        pairs = [
-            _pair(figures, peer, theirs, own)
-            for theirs, own in (("kernels_us", "kernels_us"), ("call_us", "replay_us"), ("numpy_us", "numpy_us"))
-        ]
-        lines.append(row([short(spec), peer, *pairs, f"{found['error']:.1e}" if "error" in found else "-"]))
-    return "\n".join([*lines, "", below])
+def table(options: argparse.Namespace) -> Table:
+    """Return a job for each model and peer."""
+    programs: dict[str, dict[str, Sequence[str]]] = {
+        spec: {"AOTInductor": ("bench.torch_peer", "aoti", spec)} for spec in options.models or peers.TUNED
+    }
+    for spec in programs.keys() & {RESNET, BERT}:
+        programs[spec]["ONNX Runtime CUDA"] = ("bench.onnxruntime_peer", spec)
+        jax = spec.replace("models.", "models.jax_")
+        programs[spec]["JAX"] = ("bench.jax_peer", jax)
+        if spec == BERT:
+            programs[spec]["JAX, cuDNN attention"] = ("bench.jax_peer", f"{jax}_cudnn_attention")
+        else:
+            programs[spec]["IREE"] = ("bench.iree_peer", "measure", os.environ.get("IREE_RESNET50", "iree_resnet50"))
+    return running.table("others.json", programs, options)
 
 
-def _pair(figures: peers_table.Figures, peer: str, theirs: str, own: str) -> str:
-    ours = peers_table.fastest(figures, peers_table.levels(figures), own)
-    ratio = peers_table.ratio(figures, peers_table.Comparison(title="", modes=(peer,), theirs=theirs, ours=own))
-    times = f"{peers_table.cell(figures, peer, theirs)} / {peers_table.cell(figures, ours, own)}"
-    return f"{times} ({number(ratio, 2)})"
+def _pair(theirs: str, own: str, _: str, peer: str, figures: Mapping[str, Any]) -> str:
+    found = ratio(figures, Comparison(title="", modes=(peer,), theirs=theirs, ours=own))
+    ours = cell(figures, fastest(figures, levels(figures), own), own)
+    return f"{cell(figures, peer, theirs)} / {ours} ({number(found, 2)})"
 
 
-def main(arguments: list[str]) -> None:
+def _error(_: str, peer: str, figures: Mapping[str, Any]) -> str:
+    found = figures[peer]
+    return f"does not run: {found['failed'][:100]}" if "failed" in found else f"{found['error']:.1e}"
+
+
+COLUMNS: dict[str, Callable[[str, str, Mapping[str, Any]], str]] = {
+    "model": lambda spec, _, __: short(spec),
+    "peer": lambda _, peer, __: peer,
+    "kernels: peer / ours, us": partial(_pair, "kernels_us", "kernels_us"),
+    "call / our replay, us": partial(_pair, "call_us", "replay_us"),
+    "call from numpy, us": partial(_pair, "numpy_us", "numpy_us"),
+    "error": _error,
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return a line for each model and peer: its times, ours of peers.json, and their ratio."""
+    ours = environment.read(running.FOLDER / "peers.json")["models"]
+    models = results["models"].items()
+    rows = [(spec, peer, {**ours.get(spec, {}), peer: f}) for spec, found in models for peer, f in found.items()]
+    return "\n".join([*by_columns(COLUMNS, rows), "", environment.provenance(results)])
+
+
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show the results."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--markdown", action="store_true")
-    running.add_options(made)
-    options = made.parse_args(arguments)
-    if options.markdown:
-        ours = environment.read(peers.FOLDER / "peers.json")
-        print(markdown(environment.read(PATH), ours))
-    else:
-        running.measure([table()], options)
-        print(running.summary(table()))
+    running.main(arguments, parser(), table, markdown)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ _LONGEST_GAP_US = 1000.0
 
 
 def wall_us(call: Call) -> list[float]:
-    """Microseconds of each of many calls."""
+    """Return the microseconds of each of many calls."""
     for _ in range(WARM_UPS):
         call()
     times = []
@@ -37,15 +37,22 @@ def wall_us(call: Call) -> list[float]:
     return times
 
 
+def quietest_calls(call: Call, call_from_host: Call) -> dict[str, Any]:
+    """Return the spreads of call_us and numpy_us: see `bench.clocks.quietest`."""
+    return clocks.quietest(
+        {"call": lambda: {"call_us": wall_us(call)}, "numpy": lambda: {"numpy_us": wall_us(call_from_host)}}
+    )
+
+
 def apart(call: Call) -> None:
-    """Many calls, with pauses by which `figures` tells them apart."""
+    """Make many calls, with pauses by which `figures` tells them apart."""
     for _ in range(CALLS):
         call()
         time.sleep(_PAUSE_S)
 
 
 def figures(spans: Iterable[Span]) -> dict[str, Any]:
-    """The spreads of `CALLS` calls made by `apart`, and the number of kernels of a call.
+    """Return the spreads of `CALLS` calls made by `apart`, and the number of kernels of a call.
 
     kernels_us: from the start of a call's first kernel to the end of its last; busy_us: the part of that time in which
     a kernel runs. If the trace shows another number of calls, "untraced" says so in place of figures.
@@ -67,7 +74,7 @@ def figures(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """The time that the union of spans takes; they are sorted by their start."""
+    """Return the time that the union of spans takes; they are sorted by their start."""
     total, until = 0.0, -float("inf")
     for begin, end in spans:
         total += max(0.0, end - max(begin, until))
@@ -76,12 +83,12 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def by_torch(call: Call) -> list[Span]:
-    """The kernels of `apart` calls, by torch's profiler, which sees all libraries of this process."""
+    """Return the kernels of `apart` calls, by torch's profiler, which sees all libraries of this process."""
     return traced(lambda: apart(call))
 
 
 def traced(work: Call) -> list[Span]:
-    """The kernels that ``work`` runs until it returns, by torch's profiler, without copies and fills."""
+    """Return the kernels that ``work`` runs until it returns, by torch's profiler, without copies and fills."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         work()
     return [

@@ -9,6 +9,8 @@ commit. --markdown prints the table, --plot draws it.
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench import environment, peers_table, running
@@ -16,7 +18,6 @@ from bench.peers_table import TORCH_MODES, level_name
 from bench.running import Table
 from bench.turns import Job
 
-FOLDER = Path(__file__).parent / "results" / "gpu"
 TUNED = (
     "bench.models.resnet50:fp16",
     "bench.models.mobilenet_v2:fp16",
@@ -52,7 +53,7 @@ BATCH_SIZES = (4, 16, 64)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = running.table_parser(__doc__, "MODEL", limit_s=300)
     made.add_argument("--precision", choices=("keep", "fp32"), default="keep")
     made.add_argument("--batches", action="store_true")
@@ -64,55 +65,49 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def results_path(options: argparse.Namespace) -> Path:
-    """The path of a table's results."""
-    name = "batches" if options.batches else "peers_fp32" if options.precision == "fp32" else "peers"
-    return options.output or FOLDER / f"{name}.json"
-
-
 def models(options: argparse.Namespace) -> tuple[str, ...]:
-    """The models named on the command line, or those of the table."""
+    """Return the models named on the command line, or those of the table."""
     if options.models:
         return tuple(options.models)
     if options.batches:
-        return tuple(spec + batch for spec in BATCHED for batch in ("", *(f"_batch_{n}" for n in BATCH_SIZES)))
+        return tuple(spec + suffix for spec in BATCHED for suffix in ("", *(f"_batch_{n}" for n in BATCH_SIZES)))
     if options.precision == "fp32":
         return tuple(spec.partition(":")[0] + ":fp32" for spec in MODELS)
     return MODELS
 
 
 def table(options: argparse.Namespace) -> Table:
-    """The jobs by model; those that torch tunes come first, as they take longest."""
+    """Return the jobs by model; those that torch tunes come first, as they take longest."""
     default = "compile,freeze" if options.batches else "eager,graph,compile,freeze"
     modes = [mode for mode in (default if options.modes is None else options.modes).split(",") if mode]
     fp32 = ("--fp32",) if options.precision == "fp32" else ()
     tuned = {"some": () if options.batches else TUNED, "all": models(options), "none": ()}[options.tune]
-    path = results_path(options)
+    programs = {}
+    for spec in sorted(models(options), key=lambda spec: spec not in tuned):
+        theirs = dict.fromkeys([*(["autotune"] if spec in tuned else []), *modes])
+        programs[spec] = {mode: ("bench.torch_peer", mode, spec, *fp32) for mode in theirs}
+        levels = [n for n in options.levels.split(",") if n]
+        programs[spec] |= {level_name(int(n)): ("bench.nimblec_peer", n, spec, *fp32) for n in levels}
+    name = "batches" if options.batches else "peers_fp32" if options.precision == "fp32" else "peers"
+    made = running.table(f"{name}.json", programs, options)
 
-    def job(spec: str, mode: str, *program: str) -> Job:
-        limit_s = options.tuning_limit if mode == "autotune" else options.limit
-        command = (*(_TUNING if mode == "autotune" else ()), sys.executable, "-m", *program, spec, *fp32, "--turns")
-        return Job(table=str(path), model=spec, mode=mode, command=command, limit_s=limit_s)
+    def tuning(job: Job) -> Job:
+        return replace(job, command=(*_TUNING, *job.command), limit_s=options.tuning_limit)
 
-    def jobs(spec: str) -> tuple[Job, ...]:
-        own = dict.fromkeys([*(["autotune"] if spec in tuned else []), *modes])
-        theirs = [job(spec, mode, "bench.torch_peer", mode) for mode in own]
-        ours = [job(spec, level_name(int(n)), "bench.nimblec_peer", n) for n in options.levels.split(",") if n]
-        return (*theirs, *ours)
-
-    ordered = sorted(models(options), key=lambda spec: spec not in tuned)
-    return Table(path=path, jobs=tuple(jobs(spec) for spec in ordered))
+    return replace(
+        made, jobs=tuple(tuple(tuning(job) if job.mode == "autotune" else job for job in jobs) for jobs in made.jobs)
+    )
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show or plot the results."""
     options = parser().parse_args(arguments)
     if options.plot:
         from bench import peers_plot
 
-        peers_plot.draw(environment.read(results_path(options)), options.plot, batches=options.batches)
-        return
-    running.measure_or_show(table(options), options, peers_table.markdown)
+        peers_plot.draw(environment.read(table(options).path), options.plot, batches=options.batches)
+    else:
+        running.main(arguments, parser(), table, peers_table.markdown)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from bench import environment
 from bench.running import short
-from bench.tables import MISSING, header, number, row
+from bench.tables import MISSING, by_columns, number, row
 
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The figures of one model, by mode."""
@@ -53,29 +54,29 @@ TUNED = Comparison(title="max-autotune: kernels", modes=("autotune",), theirs="k
 
 
 def level_name(level: int) -> str:
-    """The name of nimblec's mode of a level."""
+    """Return the name of nimblec's mode of a level."""
     return f"-O{level}"
 
 
 def microseconds(figures: Figures, mode: str, clock: str) -> float:
-    """The median of a mode by a clock; infinite if it was not measured."""
+    """Return the median of a mode by a clock; infinite if it was not measured."""
     found = figures.get(mode, {}).get(clock)
     return float(found["median"]) if found else math.inf
 
 
 def levels(figures: Iterable[str]) -> list[str]:
-    """The modes that are levels of nimblec."""
+    """Return the modes that are levels of nimblec."""
     return sorted(mode for mode in figures if mode.startswith("-O"))
 
 
 def fastest(figures: Figures, modes: Iterable[str], clock: str) -> str | None:
-    """The fastest mode by a clock; None if none was measured."""
+    """Return the fastest mode by a clock; None if none was measured."""
     mode = min(modes, key=lambda m: microseconds(figures, m, clock), default=None)
     return mode if mode is not None and math.isfinite(microseconds(figures, mode, clock)) else None
 
 
 def ratio(figures: Figures, comparison: Comparison) -> float | None:
-    """Torch's time over ours; None if either is missing."""
+    """Return torch's time over ours; None if either is missing."""
     theirs = fastest(figures, comparison.modes, comparison.theirs)
     ours = fastest(figures, levels(figures), comparison.ours)
     if theirs is None or ours is None:
@@ -84,37 +85,32 @@ def ratio(figures: Figures, comparison: Comparison) -> float | None:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """The geometric mean of the values that are not None; None if there are none."""
+    """Return the geometric mean of the values that are not None; None if there are none."""
     logarithms = [math.log(value) for value in values if value is not None]
     return math.exp(sum(logarithms) / len(logarithms)) if logarithms else None
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model, those of one network by batch size, the geometric means, and the provenance.
+    """Return a line for each model, those of one network by batch size, the geometric means, and the provenance.
 
     Columns without a figure are left out.
     """
-    below = environment.provenance(results)
     models = {spec: figures for curve in by_batch(results).values() for spec, figures in curve.values()}
     shown = [c for c in (*COMPARISONS, TUNED) if any(ratio(figures, c) for figures in models.values())]
-    head = ["model", *(f"{c.title}: torch / ours, us" for c in shown)]
-    head += ["launches: torch / ours", "error: eager / torch / ours"]
-    lines = header(head)
-    missing = [short(spec) for spec, figures in models.items() if not any(ratio(figures, c) for c in shown)]
-    for spec, figures in models.items():
-        if short(spec) in missing:
-            continue
-        times = [_pair(figures, comparison) for comparison in shown]
-        lines.append(row([short(spec), *times, _launches(figures), _errors(figures)]))
-    means = [geometric_mean(ratio(figures, c) for figures in models.values()) for c in shown]
-    lines.append(row(["geometric mean", *(f"{number(mean, 2)}" for mean in means), "", ""]))
-    notes = [below, f"**Bold**: torch is ahead. {_NOISY}: not quiet in three tries."]
-    notes += [f"Not measured on both sides: {', '.join(missing)}."] if missing else []
-    return "\n".join([*lines, "", " ".join(notes)])
+    columns: dict[str, Callable[[str, Figures], str]] = {"model": lambda spec, _: short(spec)}
+    columns |= {f"{c.title}: torch / ours, us": partial(_pair, c) for c in shown}
+    columns |= {"launches: torch / ours": _launches, "error: eager / torch / ours": _errors}
+    there = {spec: figures for spec, figures in models.items() if any(ratio(figures, c) for c in shown)}
+    means = [number(geometric_mean(ratio(figures, c) for figures in models.values()), 2) for c in shown]
+    below = [environment.provenance(results), f"**Bold**: torch is ahead. {_NOISY}: not quiet in three tries."]
+    if missing := [short(spec) for spec in models if spec not in there]:
+        below.append(f"Not measured on both sides: {', '.join(missing)}.")
+    lines = [*by_columns(columns, there.items()), row(["geometric mean", *means, "", ""])]
+    return "\n".join([*lines, "", " ".join(below)])
 
 
 def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figures]]]:
-    """The figures of each network by batch size (_batch_N in the model's name, or 1), with the model's name."""
+    """Return the figures of each network by batch size (_batch_N in the model's name, or 1), with the model's name."""
     found: dict[str, dict[int, tuple[str, Figures]]] = {}
     for spec, figures in results["models"].items():
         size = re.search(r"_batch_(\d+)$", spec)
@@ -124,14 +120,14 @@ def by_batch(results: Mapping[str, Any]) -> dict[str, dict[int, tuple[str, Figur
 
 
 def cell(figures: Figures, mode: str | None, clock: str, digits: int = 0) -> str:
-    """A median in microseconds, marked where the machine was not quiet."""
+    """Return a median in microseconds, marked where the machine was not quiet."""
     if mode is None or math.isinf(microseconds(figures, mode, clock)):
         return MISSING
     noisy = _NOISY if _GROUPS[clock] in figures[mode].get("noisy", ()) else ""
     return noisy + number(microseconds(figures, mode, clock), digits)
 
 
-def _pair(figures: Figures, comparison: Comparison) -> str:
+def _pair(comparison: Comparison, _: str, figures: Figures) -> str:
     theirs = cell(figures, fastest(figures, comparison.modes, comparison.theirs), comparison.theirs)
     ours = cell(figures, fastest(figures, levels(figures), comparison.ours), comparison.ours)
     found = ratio(figures, comparison)
@@ -139,14 +135,16 @@ def _pair(figures: Figures, comparison: Comparison) -> str:
     return f"{theirs} / {ours} ({times})"
 
 
-def _launches(figures: Figures) -> str:
-    """The numbers of kernels of the modes with the fastest kernels."""
-    best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
+def _with_fastest_kernels(figures: Figures) -> tuple[str | None, str | None]:
+    return fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
+
+
+def _launches(_: str, figures: Figures) -> str:
+    best = _with_fastest_kernels(figures)
     return " / ".join(str(figures[mode].get("kernels", MISSING)) if mode else MISSING for mode in best)
 
 
-def _errors(figures: Figures) -> str:
-    """The errors of eager, and of the modes with the fastest kernels of torch.compile and of ours."""
-    best = fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
-    found = [figures.get(mode, {}).get("error") if mode else None for mode in ("eager", *best)]
+def _errors(_: str, figures: Figures) -> str:
+    modes = ("eager", *_with_fastest_kernels(figures))
+    found = [figures.get(mode, {}).get("error") if mode else None for mode in modes]
     return " / ".join(MISSING if error is None else f"{error:.1e}" for error in found)

@@ -58,12 +58,12 @@ class Tree:
         return {_VARIABLE: self._token}
 
     def members(self) -> set[int]:
-        """The ids of the processes that have not ended."""
+        """Return the ids of the processes that have not ended."""
         found = _processes()
         return self.among(_below(found), found)
 
     def among(self, pids: set[int], found: dict[int, _Process]) -> set[int]:
-        """The members of ``pids`` that belong to this tree."""
+        """Return the members of ``pids`` that belong to this tree."""
         return _with_children({pid for pid in pids if _has_token(pid, self._token)}, found)
 
     async def end(self) -> None:
@@ -116,7 +116,7 @@ def _wait_until_still(pids: set[int]) -> None:
 
 
 def _processes() -> dict[int, _Process]:
-    """All processes that have not ended, by id."""
+    """Return all processes that have not ended, by id."""
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208  # no Path for each of a thousand
         if name.isdecimal():
@@ -127,7 +127,7 @@ def _processes() -> dict[int, _Process]:
 
 
 def _below(found: dict[int, _Process]) -> set[int]:
-    """The descendants of this process."""
+    """Return the descendants of this process."""
     return _with_children({os.getpid()}, found) - {os.getpid()}
 
 

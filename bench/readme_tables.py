@@ -34,7 +34,7 @@ def filled(text: str) -> str:
 
 
 def printed(command: str) -> str:
-    """The output of ``python ARGUMENTS``; empty if its results do not exist."""
+    """Return the output of ``python ARGUMENTS``; empty if its results do not exist."""
     program, *arguments = shlex.split(command)
     assert program == "python", command
     out, error = StringIO(), StringIO()

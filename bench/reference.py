@@ -24,7 +24,7 @@ def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:
-    """The floating-point outputs of eager PyTorch on the GPU in a wider dtype, with the same weights and inputs.
+    """Return the floating-point outputs of eager PyTorch on the GPU in a wider dtype, with the same weights and inputs.
 
     A half-precision model is computed in float32 without TF32, a float32 model in float64.
     """
@@ -48,19 +48,19 @@ def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def floats(outputs: Any) -> list[np.ndarray]:
-    """The floating-point tensors among a module's outputs, in order, as arrays on the host."""
+    """Return the floating-point tensors among a module's outputs, in order, as arrays on the host."""
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     wide = [t if t.dtype == torch.float64 else t.float() for t in tensors if t.is_floating_point()]
     return [t.cpu().numpy() for t in wide]
 
 
 def host_arrays(inputs: Any) -> list[np.ndarray]:
-    """The tensors among inputs, in order, as arrays in C order."""
+    """Return the tensors among inputs, in order, as arrays in C order."""
     return [as_array(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array in C order, with nimblert's dtype."""
+    """Return a tensor as an array in C order, with nimblert's dtype."""
     tensor = tensor.contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
@@ -68,7 +68,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def error(outputs: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """The largest difference of any output, relative to the largest magnitude expected of it.
+    """Return the largest difference of any output, relative to the largest magnitude expected of it.
 
     Infinite where a NaN or an infinity stands on one side only.
     """

@@ -10,22 +10,20 @@ is expected to take four to six minutes, and refits each of them about a hundred
 
 import argparse
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench import environment, running
-from bench.peers import FOLDER
 from bench.peers_table import level_name, levels
 from bench.running import Table, short
-from bench.tables import MISSING, header, mib, number, row
-from bench.turns import Job
+from bench.tables import MISSING, mib, number
+from bench.tables import table as lines_of
 
 MODELS = (
     "bench.models.bert_base:fp16=bench.models.redrawn:bert_base",
     "bench.models.resnet50:fp16=bench.models.redrawn:resnet50",
 )
-_HEAD = (
+HEAD = (
     "model",
     "weights: how many, MiB",
     "refit / copy of each array / one copy, from pageable memory, ms",
@@ -36,37 +34,26 @@ _HEAD = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = running.table_parser(__doc__, "MODEL=OTHER", limit_s=540)
     made.add_argument("--level", type=int, default=2)
     made.add_argument("--cpu", action="store_true", help="use the CPU target, to try the program without a GPU")
     return made
 
 
-def results_path(options: argparse.Namespace) -> Path:
-    """The path of the results."""
-    return options.output or FOLDER / "refit.json"
-
-
 def table(options: argparse.Namespace) -> Table:
-    """The jobs by model."""
-    path, level = results_path(options), options.level
-
-    def job(asked: str) -> Job:
-        spec, _, other = asked.partition("=")
-        flags = ("--cpu", "--turns") if options.cpu else ("--turns",)
-        command = (sys.executable, "-m", "bench.refit_peer", str(level), spec, other, *flags)
-        return Job(table=str(path), model=spec, mode=level_name(level), command=command, limit_s=options.limit)
-
-    return Table(path=path, jobs=tuple((job(asked),) for asked in options.models or MODELS))
+    """Return the jobs by model."""
+    level, flags = options.level, ("--cpu",) if options.cpu else ()
+    pairs = [asked.split("=") for asked in options.models or MODELS]
+    programs = {m: {level_name(level): ("bench.refit_peer", str(level), m, other, *flags)} for m, other in pairs}
+    return running.table("refit.json", programs, options)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model; in brackets, the refit's time over that of a copy for each array, and of one copy."""
-    lines = header(_HEAD)
-    for spec, modes in results["models"].items():
-        lines += [row([f"{short(spec)} {mode}", *_cells(modes[mode])]) for mode in levels(modes)]
-    return "\n".join([*lines, "", environment.provenance(results)])
+    """Return a line for each model; in brackets, the refit's time over that of a copy of each array, and of one."""
+    models = results["models"].items()
+    rows = [[f"{short(spec)} {mode}", *_cells(modes[mode])] for spec, modes in models for mode in levels(modes)]
+    return "\n".join([*lines_of(HEAD, rows), "", environment.provenance(results)])
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
@@ -102,10 +89,9 @@ def _result(figures: Mapping[str, Any]) -> str:
     return f"differ by {figures['difference']:.1e}, {kernels} kernels{kept}"
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show the results."""
-    options = parser().parse_args(arguments)
-    running.measure_or_show(table(options), options, markdown)
+    running.main(arguments, parser(), table, markdown)
 
 
 if __name__ == "__main__":

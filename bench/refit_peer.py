@@ -11,7 +11,6 @@ the CPU target, for which LEVEL has no effect and copy_us is a copy in memory.
 """
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,12 +20,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from bench import clocks, reference
-from bench.compiling import compiled
+from bench import clocks, compiling, reference
 from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
-from bench.turns import Turn, add_arguments
-from nimblec.base.options import read_options
+from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblert import golden
 from nimblert.cuda.driver import Context, call
 from nimblert.cuda.memory import allocate, host_bytes
@@ -41,14 +38,14 @@ Groups: TypeAlias = dict[str, Callable[[], clocks.Samples]]
 
 
 def weights(spec: str) -> dict[str, np.ndarray]:
-    """The weights of a model as arrays in C order."""
+    """Return the weights of a model as arrays in C order."""
     module, _, _ = reference.seeded(spec)
     tensors = module.state_dict().items()
     return {name: reference.as_array(each) for name, each in tensors if each.is_floating_point() and each.ndim}
 
 
 def launches(plan: Plan) -> list[tuple[object, ...]]:
-    """Kernel, grid and block of each launch."""
+    """Return kernel, grid and block of each launch."""
     commands = (command for command in plan.programs[0].commands if isinstance(command, Launch))
     return [(plan.kernels[each.kernel].symbol, each.grid, each.block) for each in commands]
 
@@ -87,7 +84,7 @@ class Copies:
             np.copyto(self._locked[name], array)
 
     def groups(self, loaded: Executable) -> Groups:
-        """The clocks to sample: refits of an executable, and copies."""
+        """Return the clocks to sample: refits of an executable, and copies."""
         kinds = (("", self._pageable, self._whole), ("_locked", self._locked, self._whole_locked))
         found: Groups = {}
         for kind, arrays, whole in kinds:
@@ -107,14 +104,14 @@ class Copies:
 
 
 def host_groups(loaded: Executable, given: Arrays) -> Groups:
-    """The clocks to sample on the CPU target."""
+    """Return the clocks to sample on the CPU target."""
     source = np.concatenate([array.reshape(-1).view(np.uint8) for array in given.values()])
     works = {"refit": partial(loaded.refit, given), "copy": partial(np.copyto, np.empty_like(source), source)}
     return {name: partial(_timed, f"{name}_us", work) for name, work in works.items()}
 
 
 def device_groups(plan: Path, loaded: Executable, given: Arrays, opened: ExitStack) -> Groups:
-    """The clocks to sample on a GPU."""
+    """Return the clocks to sample on a GPU."""
     untouched = opened.enter_context(placed(plan))
     context = Context()
     opened.callback(context.close)
@@ -126,42 +123,41 @@ def _timed(clock: str, work: Callable[[], object]) -> clocks.Samples:
     return {clock: wall_us(work)}
 
 
-def prepared(specs: Sequence[str], folder: Path, **options: Any) -> tuple[list[Path], dict[str, Any]]:
-    """The plans of a model with its weights and with others, and the figures of their compilation."""
+def prepared(specs: Sequence[str], folder: Path, level: int | None) -> tuple[list[Path], dict[str, Any]]:
+    """Return the plans of a model with its weights and with others, and the figures of their compilation."""
     paths = [folder / "model.plan", folder / "other.plan"]
-    how = read_options(refittable=True, streams="1", timing_cache=folder / "timings", plan_cache=None, **options)
-    first, second = (compiled(spec, how, path) for spec, path in zip(specs, paths, strict=True))
+    how = compiling.options(folder, level, refittable=True, streams="1")
+    (_, first), (_, second) = (compiling.compiled(spec, how, path) for spec, path in zip(specs, paths, strict=True))
     return paths, {**first, "fresh_s": second["prepare_s"]}
 
 
+def prepare(options: argparse.Namespace, folder: Path, opened: ExitStack) -> Scenario:
+    """Compile, refit and compare."""
+    level = None if options.cpu else options.level
+    (path, fresh), figures = prepared((options.model, options.other), folder, level)
+    loaded = opened.enter_context(load(path))
+    own = weights(options.other)
+    given = {name: own[name] for name in loaded.weights}
+    figures |= compared(loaded, fresh, given)
+    groups = host_groups(loaded, given) if options.cpu else device_groups(path, loaded, given, opened)
+    figures |= {
+        "weights": len(given),
+        "weights_nbytes": sum(array.nbytes for array in given.values()),
+        "kept": sorted(own.keys() - given.keys()),
+        "commands": sum(len(refit.commands) for refit in loaded.plan.refits),
+        "file_nbytes": path.stat().st_size,
+    }
+    return Scenario(measure=lambda: clocks.quietest(groups), facts=lambda: figures)
+
+
 def main() -> None:
-    """Compile, refit and measure the model named ``package.module:callable``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure the model named ``package.module:callable``."""
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("level", type=int)
-    add_arguments(parser)
+    add_model(parser)
     parser.add_argument("other", metavar="OTHER", help="MODEL with other weights")
     parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    how: dict[str, Any] = {"target": "cpu"} if options.cpu else {"target": "cuda", "level": options.level}
-    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
-        (path, fresh), figures = prepared((options.model, options.other), Path(name), **how)
-        loaded = opened.enter_context(load(path))
-        own = weights(options.other)
-        given = {name: own[name] for name in loaded.weights}
-        figures |= compared(loaded, fresh, given)
-        groups = host_groups(loaded, given) if options.cpu else device_groups(path, loaded, given, opened)
-        turn.begin()
-        turn.report(**clocks.quietest(groups))
-        turn.report(
-            **figures,
-            weights=len(given),
-            weights_nbytes=sum(array.nbytes for array in given.values()),
-            kept=sorted(own.keys() - given.keys()),
-            commands=sum(len(refit.commands) for refit in loaded.plan.refits),
-            file_nbytes=path.stat().st_size,
-        )
-    turn.end()
+    run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import environment
+from bench import compiling, environment, running
 from bench.models import cifar_training
-from bench.tables import header, row
-from nimblec.base.options import Options
-from nimblec.compiler import compile_model
+from bench.tables import by_columns
 from nimblert.executable import load
 
-RESULTS = Path(__file__).parent / "results" / "gpu" / "resume.json"
 _REPEATS, _STEPS = 7, 3
 _STAGES = ("python", "import", "load", "state", "step")
 
@@ -53,7 +51,7 @@ print(json.dumps({"times": times, "loss": loss.tobytes().hex(), "torch": len(tor
 
 
 def resumed(*files: Path) -> dict[str, Any]:
-    """The figures of one fresh process: seconds of its stages, loss, and imported modules of torch."""
+    """Return the figures of one fresh process: seconds of its stages, loss, and imported modules of torch."""
     environment_of_users = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.time()
     command = [sys.executable, "-c", _LEAN, *map(str, files)]
@@ -68,11 +66,10 @@ def resumed(*files: Path) -> dict[str, Any]:
 
 
 def measure(model: str, level: int, folder: Path, *, cpu: bool) -> dict[str, Any]:
-    """Several starts; the first, with cold files, is kept separately."""
+    """Return the figures of several starts; the first, with cold files, is kept separately."""
     plan, state, batch = (folder / name for name in ("train.plan", "state.safetensors", "batch.npz"))
-    options = Options(target="cpu" if cpu else "cuda", level=None if cpu else level, plan_cache=None)
-    spec = f"{cifar_training.__name__}:{model}"
-    made = compile_model(spec, options=options, output=plan, observer=lambda *_: None)
+    how = compiling.options(folder, None if cpu else level)
+    _, figures = compiling.compiled(f"{cifar_training.__name__}:{model}", how, plan)
     network, count, _ = cifar_training.split(model)
     arrays = [tensor.numpy() for tensor in cifar_training.parts(network, count)[2]]
     np.savez(batch, *arrays)
@@ -91,26 +88,37 @@ def measure(model: str, level: int, folder: Path, *, cpu: bool) -> dict[str, Any
         "torch_modules": max(run["torch"] for run in (first, *runs)),
         "plan_nbytes": plan.stat().st_size,
         "state_nbytes": state.stat().st_size,
-        "notes": made.notes,
+        "notes": figures["notes"],
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """One line: the median run and its stages."""
+def _middle(results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the median run."""
+    return results["runs"][len(results["runs"]) // 2]
+
+
+def _stage(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda results: f"{_middle(results)[name]:.2f}"
+
+
+def _seconds(results: Mapping[str, Any]) -> str:
     runs = results["runs"]
-    middle = runs[len(runs) // 2]
-    head = ["model", "process start to first step", *_STAGES, "equal losses", "modules of torch", "plan / state, MB"]
-    level = "CPU target" if results["level"] is None else f"-O{results['level']}"
-    sizes = " / ".join(f"{results[f'{name}_nbytes'] / 1e6:.1f}" for name in ("plan", "state"))
-    cells = [
-        f"{results['model']}, {level}",
-        f"{middle['seconds']:.2f} s ({runs[0]['seconds']:.2f} to {runs[-1]['seconds']:.2f})",
-        *(f"{middle[name]:.2f}" for name in _STAGES),
-        f"{results['equal_losses']} of {len(runs) + 1}",
-        str(results["torch_modules"]),
-        sizes,
-    ]
-    return "\n".join((*header(head), row(cells), "", environment.provenance(results)))
+    return f"{_middle(results)['seconds']:.2f} s ({runs[0]['seconds']:.2f} to {runs[-1]['seconds']:.2f})"
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "model": lambda r: f"{r['model']}, " + ("CPU target" if r["level"] is None else f"-O{r['level']}"),
+    "process start to first step": _seconds,
+    **{name: _stage(name) for name in _STAGES},
+    "equal losses": lambda r: f"{r['equal_losses']} of {len(r['runs']) + 1}",
+    "modules of torch": lambda r: str(r["torch_modules"]),
+    "plan / state, MB": lambda r: f"{r['plan_nbytes'] / 1e6:.1f} / {r['state_nbytes'] / 1e6:.1f}",
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return one line: the median run and its stages."""
+    return "\n".join((*by_columns(COLUMNS, [(results,)]), "", environment.provenance(results)))
 
 
 def main(arguments: list[str]) -> None:
@@ -119,7 +127,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("model", nargs="?", default="resnet50_batch_32", metavar="MODEL")
     parser.add_argument("--level", type=int, default=0)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="path of the results")
+    parser.add_argument("--output", type=Path, default=running.FOLDER / "resume.json", help="path of the results")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args(arguments)
     if not options.markdown:

@@ -7,16 +7,22 @@ A file holds figures by model and mode, each with its commit. Processes prepare 
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench import environment
 from bench.turns import Job, Place, Result, take_turns
 from nimblec.base import installation
 from nimblert.plan.files import replacing
+
+FOLDER = Path(__file__).parent / "results" / "gpu"
+
+Programs: TypeAlias = Mapping[str, Mapping[str, Sequence[str]]]
+"""The measuring module of bench and its arguments, by model and mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +33,20 @@ class Table:
     jobs: tuple[tuple[Job, ...], ...]
 
 
+def table(name: str, programs: Programs, options: argparse.Namespace) -> Table:
+    """Return the table of ``programs``, whose file is --output, or ``name`` in `FOLDER`."""
+    path = options.output or FOLDER / name
+
+    def job(model: str, mode: str, program: Sequence[str]) -> Job:
+        command = (sys.executable, "-m", *program, "--turns")
+        return Job(table=str(path), model=model, mode=mode, command=command, limit_s=options.limit)
+
+    jobs = (tuple(job(model, *each) for each in modes.items()) for model, modes in programs.items())
+    return Table(path=path, jobs=tuple(jobs))
+
+
 def table_parser(description: str | None, models: str, limit_s: float) -> argparse.ArgumentParser:
-    """The common command line of programs for one table; ``models`` is the metavar of its arguments."""
+    """Return the common command line of programs for one table; ``models`` is the metavar of its arguments."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("models", nargs="*", metavar=models)
     made.add_argument("--limit", type=float, default=limit_s, help="seconds that a process may take")
@@ -105,9 +123,9 @@ class _File:
 
 
 def places(waiting: Iterator[Sequence[Job]], options: argparse.Namespace) -> Iterator[Place]:
-    """The GPUs, each with its share of the cores; each takes the next model when it has finished one.
+    """Return the GPUs, each with its share of the cores; each takes the next model when it has finished one.
 
-    Ends the process where CUDA_VISIBLE_DEVICES names fewer GPUs than --gpus.
+    End the process where CUDA_VISIBLE_DEVICES names fewer GPUs than --gpus.
     """
     cores = sorted(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -124,14 +142,14 @@ def places(waiting: Iterator[Sequence[Job]], options: argparse.Namespace) -> Ite
 
 
 def surroundings(cores: int) -> dict[str, str]:
-    """The environment of a measuring process, which compiles with ``cores`` cores."""
+    """Return the environment of a measuring process, which compiles with ``cores`` cores."""
     share = str(max(1, cores))
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": share, "OMP_NUM_THREADS": share}
     return {**installation.environment(), **threads, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def summary(table: Table) -> str:
-    """The number of rows that a table has, and those that failed or are noisy."""
+    """Return a sentence on the rows that a table has, and those that failed or are noisy."""
     rows = json.loads(table.path.read_text())["models"] if table.path.exists() else {}
     asked = [job for jobs in table.jobs for job in jobs]
     found = {f"{short(job.model)} {job.mode}": rows.get(job.model, {}).get(job.mode) for job in asked}
@@ -143,12 +161,19 @@ def summary(table: Table) -> str:
 
 
 def short(spec: str) -> str:
-    """A model's name without the package of all models."""
+    """Return a model's name without the package of all models."""
     return spec.removeprefix("bench.models.")
 
 
-def measure_or_show(table: Table, options: argparse.Namespace, printed: Callable[[Any], str]) -> None:
-    """Measure a table, unless --markdown asks for the results of the file, and print it."""
+def main(
+    arguments: Sequence[str],
+    parser: argparse.ArgumentParser,
+    table: Callable[[argparse.Namespace], Table],
+    printed: Callable[[Any], str],
+) -> None:
+    """Measure the table of a command line, unless --markdown asks for the results of the file, and print it."""
+    options = parser.parse_args(arguments)
+    asked = table(options)
     if not options.markdown:
-        measure([table], options)
-    print(printed(environment.read(table.path)))
+        measure([asked], options)
+    print(printed(environment.read(asked.path)))

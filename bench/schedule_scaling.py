@@ -10,12 +10,12 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import environment
-from bench.tables import header, number, row
+from bench.tables import by_columns, number
 from nimblec.base.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
 from nimblec.plan.lower import lower
 from nimblec.schedule.bound import arena_lower_bound
@@ -25,12 +25,10 @@ from nimblec.schedule.lifetimes import lifetimes
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import critical_path, limited, maximal, serial
 from nimblert.check.hazards import hazards
-from nimblert.cuda.graph import edges
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "schedule_scaling.json"
 PLANNING = ("dependencies", "streams", "memory")
 Policy = Callable[[Dag, list[int]], Schedule]
-_HEAD = ("tasks", "policy", *(f"{name}, s" for name in (*PLANNING, "sum")), "streams / syncs", "arena / bound")
 POLICIES: dict[str, Policy] = {
     "1": lambda dag, _: serial(dag),
     "max": lambda dag, _: maximal(dag),
@@ -64,68 +62,61 @@ def layered(task_count: int, width: int, seed: int) -> Graph:
 
 def measure(graph: Graph, policy: Policy) -> dict[str, Any]:
     """Return the seconds of each pass, and the sizes of the result."""
-    marks = [("", time.perf_counter())]
-
-    def done(name: str) -> None:
-        marks.append((name, time.perf_counter()))
-
     durations = [task.duration_ns for task in graph.tasks]
+    marks = [time.perf_counter()]
     dag = dependencies(graph)
-    done("dependencies")
+    marks.append(time.perf_counter())
     schedule = policy(dag, durations)
-    done("streams")
+    marks.append(time.perf_counter())
     planned = layout(graph, schedule)
-    done("memory")
-    program = lower(graph, schedule, planned)
-    done("lower")
-    edge_count = sum(map(len, edges(program.commands)))
-    done("edges")
-    if problems := list(hazards(program)):
+    marks.append(time.perf_counter())
+    if problems := list(hazards(lower(graph, schedule, planned))):
         raise SystemExit(problems[0])
-    done("hazards")
+    seconds = (round(after - before, 4) for before, after in itertools.pairwise(marks))
     return {
-        "seconds": {name: round(at - before, 4) for (_, before), (name, at) in itertools.pairwise(marks)},
+        "seconds": dict(zip(PLANNING, seconds, strict=True)),
         "streams": schedule.stream_count,
         "waits": len(schedule.waits),
-        "edges": edge_count,
         "arena_nbytes": planned.arena_nbytes,
         "arena_lower_bound_nbytes": arena_lower_bound(lifetimes(graph, schedule)),
     }
 
 
-def planning_seconds(measured: dict[str, Any]) -> float:
-    """The seconds of scheduling and memory planning together."""
+def planning_seconds(measured: Mapping[str, Any]) -> float:
+    """Return the seconds of scheduling and memory planning together."""
     return sum(measured["seconds"][name] for name in PLANNING)
 
 
+def _seconds(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda measured: number(measured["seconds"][name], 2)
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tasks": lambda measured: f"{measured['tasks']:,}",
+    "policy": lambda measured: measured["policy"],
+    **{f"{name}, s": _seconds(name) for name in PLANNING},
+    "sum, s": lambda measured: number(planning_seconds(measured), 2),
+    "streams / syncs": lambda measured: f"{measured['streams']} / {measured['waits']}",
+    "arena / bound": lambda measured: number(measured["arena_nbytes"] / measured["arena_lower_bound_nbytes"], 3),
+}
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """The table of docs/measured.md, and the growth of the sum between the two largest sizes, if there are two."""
-    lines = [*header(_HEAD), *(row(_cells(measured)) for measured in results["rows"])]
-    sizes = sorted({measured["tasks"] for measured in results["rows"]})
-    growth = f"Growth between the two largest sizes: {_growth(results['rows'], *sizes[-2:])}. " if sizes[1:] else ""
+    """Return the table of docs/measured.md, and the growth of the sum between the two largest of several sizes."""
+    rows = results["rows"]
+    *_, small, large = (0, *sorted({measured["tasks"] for measured in rows}))
+    growth = f"Growth between the two largest sizes: {_growth(rows, small, large)}. " if small else ""
+    lines = by_columns(COLUMNS, ((measured,) for measured in rows))
     return "\n".join([*lines, "", growth + environment.provenance(results)])
 
 
-def _cells(measured: dict[str, Any]) -> list[str]:
-    seconds = [*(measured["seconds"][name] for name in PLANNING), planning_seconds(measured)]
-    return [
-        f"{measured['tasks']:,}",
-        measured["policy"],
-        *(number(value, 2) for value in seconds),
-        f"{measured['streams']} / {measured['waits']}",
-        number(measured["arena_nbytes"] / measured["arena_lower_bound_nbytes"], 3),
-    ]
-
-
 def _growth(rows: list[dict[str, Any]], small: int, large: int) -> str:
-    """Exponents x of n^x, by policy."""
+    """Return the exponents x of n^x, by policy."""
+    sums = {(each["policy"], each["tasks"]): planning_seconds(each) for each in rows}
     found = []
     for name in dict.fromkeys(each["policy"] for each in rows):
-        before, after = (
-            next(planning_seconds(each) for each in rows if (each["policy"], each["tasks"]) == (name, size))
-            for size in (small, large)
-        )
-        found.append(f"n^{math.log(after / before) / math.log(large / small):.1f} ({name})")
+        exponent = math.log(sums[name, large] / sums[name, small]) / math.log(large / small)
+        found.append(f"n^{exponent:.1f} ({name})")
     return ", ".join(found)
 
 

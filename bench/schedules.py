@@ -8,15 +8,13 @@ CUDA graph of torch's. Writes schedules.json (schedules-ON.json at another level
 
 import argparse
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench import environment, running
-from bench.peers import FOLDER
 from bench.peers_table import Figures, cell, geometric_mean, level_name, levels, microseconds
 from bench.running import Table, short
-from bench.tables import MISSING, header, mib, number, row
-from bench.turns import Job
+from bench.tables import MISSING, by_columns, mib, number, row
 
 PAPER = ("inception_v3:{}", "nasnet_a_mobile:{}", "nasnet_a_large:{}", "darts:{}", "amoebanet_a:{}_as_in_nimble")
 """The networks for which Nimble (Kwon et al., 2020) reports the gain of multiple streams."""
@@ -27,99 +25,81 @@ MODELS = (
     "bench.models.bert_base:fp16",
     "bench.models.resnet50:fp32",
 )
-_HEAD = (
-    "model",
-    "multiply-adds, 10^9",
-    "degree of concurrency",
-    "torch's graph of eager, us",
-    "chain, us",
-    "auto, us",
-    "gain",
-    "policy",
-    "streams / syncs",
-    "arena / bound / torch's pool, MiB",
-)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = running.table_parser(__doc__, "MODEL", limit_s=300)
     made.add_argument("--level", type=int, default=0)
     return made
 
 
-def results_path(options: argparse.Namespace) -> Path:
-    """The path of the results."""
-    return options.output or FOLDER / (f"schedules-O{options.level}.json" if options.level else "schedules.json")
-
-
 def table(options: argparse.Namespace) -> Table:
-    """The jobs by model."""
-    path = results_path(options)
-
-    def jobs(spec: str) -> tuple[Job, ...]:
-        commands = {
-            level_name(options.level): ("bench.nimblec_peer", str(options.level), spec, "--chain"),
-            "graph": ("bench.torch_peer", "graph", spec),
-        }
+    """Return the jobs by model."""
+    programs = {}
+    for spec in options.models or MODELS:
         fp32 = ["--fp32"] if spec.endswith(":fp32") else []
-        return tuple(
-            Job(
-                table=str(path),
-                model=spec,
-                mode=mode,
-                command=(sys.executable, "-m", *command, *fp32, "--turns"),
-                limit_s=options.limit,
-            )
-            for mode, command in commands.items()
-        )
-
-    return Table(path=path, jobs=tuple(jobs(spec) for spec in options.models or MODELS))
+        programs[spec] = {
+            level_name(options.level): ("bench.nimblec_peer", str(options.level), spec, "--chain", *fp32),
+            "graph": ("bench.torch_peer", "graph", spec, *fp32),
+        }
+    name = f"schedules-O{options.level}.json" if options.level else "schedules.json"
+    return running.table(name, programs, options)
 
 
 def gain(figures: Figures) -> float | None:
-    """The chain's GPU time over that of the chosen schedule; None if it was not measured."""
-    (level,) = levels(figures) or [""]
+    """Return the chain's GPU time over that of the chosen schedule; None if it was not measured."""
+    level = _level(figures)
     if "kernels_us" not in figures.get(level, {}):
         return None
     return microseconds(figures, level, "chain_us") / microseconds(figures, level, "kernels_us")
 
 
+def _level(figures: Figures) -> str:
+    (level,) = levels(figures) or [""]
+    return level
+
+
+def _ours(figures: Figures, name: str) -> Any:
+    return figures.get(_level(figures), {}).get(name)
+
+
+def _torch(figures: Figures, name: str) -> Any:
+    return figures.get("graph", {}).get(name)
+
+
+def _either(value: object) -> str:
+    return MISSING if value is None else str(value)
+
+
+COLUMNS: dict[str, Callable[[str, Figures], str]] = {
+    "model": lambda spec, _: short(spec),
+    "multiply-adds, 10^9": lambda _, f: number((macs := _torch(f, "multiply_adds")) and macs / 1e9, 2),
+    "degree of concurrency": lambda _, f: _either(_ours(f, "antichain")),
+    "torch's graph of eager, us": lambda _, f: cell(f, "graph", "kernels_us"),
+    "chain, us": lambda _, f: cell(f, _level(f), "chain_us"),
+    "auto, us": lambda _, f: cell(f, _level(f), "kernels_us"),
+    "gain": lambda _, f: number(gain(f), 2),
+    "policy": lambda _, f: _either(_ours(f, "policy")),
+    "streams / syncs": lambda _, f: f"{_either(_ours(f, 'streams'))} / {_either(_ours(f, 'syncs'))}",
+    "arena / bound / torch's pool, MiB": lambda _, f: " / ".join(
+        map(mib, (_ours(f, "arena_nbytes"), _ours(f, "arena_lower_bound_nbytes"), _torch(f, "graph_pool_nbytes")))
+    ),
+}
+"""The degree of concurrency is the size of the largest antichain."""
+
+
 def markdown(results: dict[str, Any]) -> str:
-    """A line for each model; the degree of logical concurrency is the size of the largest antichain."""
-    lines = header(_HEAD)
-    gains = []
-    for spec, figures in results["models"].items():
-        (level,) = levels(figures) or [""]
-        ours, torch = figures.get(level, {}), figures.get("graph", {})
-        gains.append(gain(figures))
-        sizes = (
-            ours.get("arena_nbytes"),
-            ours.get("arena_lower_bound_nbytes"),
-            torch.get("graph_pool_nbytes"),
-        )
-        macs = torch.get("multiply_adds")
-        cells = [
-            short(spec),
-            number(macs and macs / 1e9, 2),
-            str(ours.get("antichain", MISSING)),
-            cell(figures, "graph", "kernels_us"),
-            cell(figures, level, "chain_us"),
-            cell(figures, level, "kernels_us"),
-            number(gains[-1], 2),
-            ours.get("policy", MISSING),
-            f"{ours.get('streams', MISSING)} / {ours.get('syncs', MISSING)}",
-            " / ".join(map(mib, sizes)),
-        ]
-        lines.append(row(cells))
-    mean = ["geometric mean", *[""] * 5, number(geometric_mean(gains), 2), "", "", ""]
-    return "\n".join([*lines, row(mean), "", environment.provenance(results)])
+    """Return a line for each model, and the geometric mean of the gains."""
+    models = results["models"]
+    mean = geometric_mean(gain(figures) for figures in models.values())
+    below = row(["geometric mean", *[""] * 5, number(mean, 2), "", "", ""])
+    return "\n".join([*by_columns(COLUMNS, models.items()), below, "", environment.provenance(results)])
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show the results."""
-    options = parser().parse_args(arguments)
-    running.measure_or_show(table(options), options, markdown)
+    running.main(arguments, parser(), table, markdown)
 
 
 if __name__ == "__main__":

@@ -11,33 +11,20 @@ two minutes.
 
 import argparse
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench import environment, running
-from bench.peers import FOLDER
 from bench.peers_table import level_name, levels
 from bench.running import Table, short
-from bench.tables import MISSING, header, mib, number, row
-from bench.turns import Job
+from bench.tables import MISSING, by_columns, mib, number
 
 MODELS = ("bench.models.sized:resnet50=1..64", "bench.models.sized:bert_base=32..512")
-_CLOCKS = {"kernels": "kernels_us", "call": "call_us", "numpy": "numpy_us"}
-"""The clock of each group that is sampled."""
-_HEAD = (
-    "model",
-    "size",
-    "profile",
-    "GPU time: one plan / static, us",
-    "call: one plan / static, us",
-    "call from numpy: one plan / static, us",
-    "result",
-)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = running.table_parser(__doc__, "MODEL[=SIZES]", limit_s=540)
     made.add_argument("--level", type=int, default=2)
     made.add_argument("--cpu", action="store_true", help="use the CPU target, to try the program without a GPU")
@@ -45,52 +32,25 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def results_path(options: argparse.Namespace) -> Path:
-    """The path of the results."""
-    return options.output or FOLDER / "sizes.json"
-
-
 def table(options: argparse.Namespace) -> Table:
-    """The jobs by model."""
-    path, level = results_path(options), options.level
-
-    def job(asked: str) -> Job:
-        spec, _, sizes = asked.partition("=")
+    """Return the jobs by model."""
+    flags = ("--workers", str(options.workers), *(["--cpu"] if options.cpu else []))
+    programs = {}
+    for spec, _, sizes in (asked.partition("=") for asked in options.models or MODELS):
         chosen = ("--sizes", sizes) if sizes else ()
-        program = (sys.executable, "-m", "bench.sizes_peer", str(level), spec, *chosen)
-        flags = ("--cpu",) if options.cpu else ()
-        command = (*program, "--workers", str(options.workers), *flags, "--turns")
-        return Job(table=str(path), model=spec, mode=level_name(level), command=command, limit_s=options.limit)
-
-    return Table(path=path, jobs=tuple((job(asked),) for asked in options.models or MODELS))
+        program = ("bench.sizes_peer", str(options.level), spec, *chosen, *flags)
+        programs[spec] = {level_name(options.level): program}
+    return running.table("sizes.json", programs, options)
 
 
 def ratio(figures: Mapping[str, Any], clock: str, size: str) -> float | None:
-    """The time of one plan at a size over that of the static plan; None if it was not measured."""
+    """Return the time of one plan at a size over that of the static plan; None if it was not measured."""
     ours, static = figures.get(f"{clock} {size}"), figures.get(f"static_{clock} {size}")
     return float(ours["median"] / static["median"]) if ours and static else None
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """A line for each size of a model, and a sentence on all sizes of each."""
-    lines = header(_HEAD)
-    below = []
-    for spec, modes in results["models"].items():
-        for mode in levels(modes):
-            figures = modes[mode]
-            asked = sorted(figures.get("sizes", {}), key=int)
-            lines += [_line(f"{short(spec)} {mode}", size, figures) for size in asked]
-            below.append(_together(f"{short(spec)} {mode}", figures))
-    return "\n".join([*lines, "", *below, environment.provenance(results)])
-
-
-def _line(name: str, size: str, figures: Mapping[str, Any]) -> str:
-    found = figures["sizes"][size]
-    cells = [_pair(figures, group, clock, size) for group, clock in _CLOCKS.items()]
-    return row([name, size, str(found["served_by"]), *cells, _result(found)])
-
-
-def _pair(figures: Mapping[str, Any], group: str, clock: str, size: str) -> str:
+def _pair(group: str, _: str, size: str, figures: Mapping[str, Any]) -> str:
+    clock = f"{group}_us"
     found = ratio(figures, clock, size)
     if found is None:
         return MISSING
@@ -99,14 +59,35 @@ def _pair(figures: Mapping[str, Any], group: str, clock: str, size: str) -> str:
     return f"{noisy}{number(ours, 0)} / {noisy}{number(static, 0)} ({number(found, 2)})"
 
 
-def _result(found: Mapping[str, Any]) -> str:
+def _result(_: str, size: str, figures: Mapping[str, Any]) -> str:
+    found = figures["sizes"][size]
     if "refused" in found:
         return "refused"
     return "equal" if found["equal"] else f"differs by {found['difference']:.1e}"
 
 
+COLUMNS: dict[str, Callable[[str, str, Mapping[str, Any]], str]] = {
+    "model": lambda name, _, __: name,
+    "size": lambda _, size, __: size,
+    "profile": lambda _, size, figures: str(figures["sizes"][size]["served_by"]),
+    "GPU time: one plan / static, us": partial(_pair, "kernels"),
+    "call: one plan / static, us": partial(_pair, "call"),
+    "call from numpy: one plan / static, us": partial(_pair, "numpy"),
+    "result": _result,
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return a line for each size of a model, and a sentence on all sizes of each."""
+    models = results["models"].items()
+    plans = [(f"{short(spec)} {mode}", modes[mode]) for spec, modes in models for mode in levels(modes)]
+    rows = [(name, size, figures) for name, figures in plans for size in sorted(figures.get("sizes", {}), key=int)]
+    below = [_together(*plan) for plan in plans]
+    return "\n".join([*by_columns(COLUMNS, rows), "", *below, environment.provenance(results)])
+
+
 def _together(name: str, figures: Mapping[str, Any]) -> str:
-    """A sentence on a plan's bytes, and on the size with the largest overhead."""
+    """Return a sentence on a plan's bytes, and on the size with the largest overhead."""
     if "failed" in figures:
         return f"{name}: failed: {figures['failed'][:200]}."
     static = figures["static"]
@@ -124,10 +105,9 @@ def _together(name: str, figures: Mapping[str, Any]) -> str:
     )
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show the results."""
-    options = parser().parse_args(arguments)
-    running.measure_or_show(table(options), options, markdown)
+    running.main(arguments, parser(), table, markdown)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ those of the static plan of the profile that serves the size, called with its fu
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from bench.compiling import compiled
 from bench.models.sized import Sized
 from bench.nimblec_peer import gpu_us, placed
 from bench.peer_calls import wall_us
-from bench.turns import Turn, add_arguments
+from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblec.base.options import read_options, read_sizes
 from nimblert.check.verify import read_plan
 from nimblert.errors import InputError
@@ -45,7 +44,7 @@ _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def built(spec: str) -> Sized:
-    """The network named ``package.module:callable``, the same in every process."""
+    """Return the network named ``package.module:callable``, the same in every process."""
     torch.manual_seed(_SEED)
     network: Sized = resolve_name(spec)()
     return network
@@ -60,7 +59,7 @@ class Plans:
         torch.export.save(program, folder / "model.pt2")
 
     def path(self, sizes: Sequence[int]) -> Path:
-        """The path of the plan for ``sizes``."""
+        """Return the path of the plan for ``sizes``."""
         return self._folder / f"{'_'.join(map(str, sizes))}.plan"
 
     def compile(self, sizes: Sequence[int]) -> dict[str, Any]:
@@ -74,7 +73,7 @@ class Plans:
             timing_cache=path.with_suffix(".timings"),
             plan_cache=None,
         )
-        return compiled(str(self._folder / "model.pt2"), options, path)
+        return compiled(str(self._folder / "model.pt2"), options, path)[1]
 
     def compile_all(self, sizes: Sequence[int], workers: int) -> dict[str, Any]:
         """Write a static plan for each size, then the plan for all sizes, which reuses the measured times."""
@@ -97,7 +96,7 @@ def _times(plan: Path) -> dict[str, int]:
 
 
 def described(path: Path) -> dict[str, int]:
-    """The bytes of a plan's file, weights, code and arena."""
+    """Return the bytes of a plan's file, weights, code and arena."""
     plan = read_plan(path)
     return {
         "file_nbytes": path.stat().st_size,
@@ -108,7 +107,7 @@ def described(path: Path) -> dict[str, int]:
 
 
 def middles(sizes: Iterable[int]) -> list[int]:
-    """The sizes halfway between 0 and the first of ``sizes``, and between neighbours."""
+    """Return the sizes halfway between 0 and the first of ``sizes``, and between neighbours."""
     found = [(below + above + 1) // 2 for below, above in pairwise((0, *sizes))]
     return [middle for middle in found if middle not in sizes]
 
@@ -129,7 +128,7 @@ class Sizes:
         self._static = {size: opened.enter_context(load(path((size,)))) for size in sizes}
 
     def served_by(self, size: int) -> int:
-        """The profile that serves a size."""
+        """Return the profile that serves a size."""
         return min(profile for profile in self._sizes if profile >= size)
 
     def compared(self, size: int) -> dict[str, Any]:
@@ -152,7 +151,7 @@ class Sizes:
         return torch.cat((tensor, rest), axis)
 
     def groups(self, size: int) -> dict[str, Callable[[], clocks.Samples]]:
-        """The clocks to sample at a size."""
+        """Return the clocks to sample at a size."""
         profile = self.served_by(size)
         static, own, whole = self._static[profile], self._network.draw(profile, _SEED), self._whole
         given = self._network.draw(size, _SEED)
@@ -176,7 +175,7 @@ class Sizes:
 def _both(
     clock: str, size: int, whole: tuple[Executable, Sequence[Any]], static: tuple[Executable, Sequence[Any]]
 ) -> clocks.Samples:
-    """Samples of both plans' calls."""
+    """Sample both plans' calls."""
     return {
         f"{kind}{clock} {size}": wall_us(partial(executable, *arrays))
         for kind, (executable, arrays) in (("", whole), ("static_", static))
@@ -192,35 +191,35 @@ def _outputs(executable: Executable, tensors: Sequence[Tensor]) -> list[np.ndarr
     return list(executable.run(dict(named)).values())
 
 
+def prepare(options: argparse.Namespace, folder: Path, opened: ExitStack) -> Scenario:
+    """Compile the plans, and compare their outputs."""
+    network = built(options.model)
+    sizes = options.sizes or read_sizes(f"1..{network.largest}")
+    asked = sorted({*sizes, *(options.between or middles(sizes))})
+    target, level, workers = ("cpu", None, 1) if options.cpu else ("cuda", options.level, options.workers)
+    plans = Plans(network, folder, target=target, level=level)
+    figures = plans.compile_all(sizes, workers)
+    for size in sizes:
+        figures["static"][str(size)] |= described(plans.path((size,)))
+    executables = Sizes(network, plans.path, sizes, opened)
+    figures["sizes"] = {str(size): executables.compared(size) for size in asked}
+    served = [size for size in asked if "refused" not in figures["sizes"][str(size)]]
+    groups = {name: sample for size in served for name, sample in executables.groups(size).items()}
+    fits = {program.profile[0][1]: program.fits[0].name.lower() for program in executables.plan.programs}
+    figures |= {**described(plans.path(sizes)), "fits": fits}
+    return Scenario(measure=lambda: clocks.quietest(groups), facts=lambda: figures)
+
+
 def main() -> None:
-    """Compile and measure the network named ``package.module:callable``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure the network named ``package.module:callable``."""
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("level", type=int)
-    add_arguments(parser)
+    add_model(parser)
     parser.add_argument("--sizes", type=read_sizes, help="sizes of the profiles; by default powers of two")
     parser.add_argument("--between", type=read_sizes)
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="compilations in parallel")
     parser.add_argument("--cpu", action="store_true")
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    network = built(options.model)
-    sizes = options.sizes or read_sizes(f"1..{network.largest}")
-    asked = sorted({*sizes, *(options.between or middles(sizes))})
-    with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
-        target, level, workers = ("cpu", None, 1) if options.cpu else ("cuda", options.level, options.workers)
-        plans = Plans(network, Path(name), target=target, level=level)
-        figures = plans.compile_all(sizes, workers)
-        for size in sizes:
-            figures["static"][str(size)] |= described(plans.path((size,)))
-        executables = Sizes(network, plans.path, sizes, opened)
-        figures["sizes"] = {str(size): executables.compared(size) for size in asked}
-        served = [size for size in asked if "refused" not in figures["sizes"][str(size)]]
-        groups = {name: sample for size in served for name, sample in executables.groups(size).items()}
-        turn.begin()
-        turn.report(**clocks.quietest(groups))
-        fits = {program.profile[0][1]: program.fits[0].name.lower() for program in executables.plan.programs}
-        turn.report(**figures, **described(plans.path(sizes)), fits=fits)
-    turn.end()
+    run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the first tenth is warm-up. The exit status is 1 if any byte changed, or if memo
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,19 +27,19 @@ READS = 1000
 
 
 def outputs(model: Executable, arrays: dict[str, Any]) -> list[bytes]:
-    """The bytes of each output."""
+    """Return the bytes of each output."""
     return [array.tobytes() for array in model.run(arrays).values()]
 
 
 def called(model: Executable) -> Callable[[int], bool]:
-    """A function that makes call number ``index``, and tells whether its outputs were as before."""
+    """Return a function that makes call number ``index``, and tells whether its outputs were as before."""
     inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
     expected = [outputs(model, arrays) for arrays in inputs]
     return lambda index: outputs(model, inputs[index % INPUTS]) == expected[index % INPUTS]
 
 
 def replayed(model: Executable, count: int) -> Callable[[int], bool]:
-    """A function that makes replay number ``index``, and tells whether its outputs, if read, were as before."""
+    """Return a function that makes replay number ``index``, and tells whether its outputs, if read, were as before."""
     model.run(golden.draw_inputs(model.program, 0))
 
     def read() -> list[bytes]:
@@ -57,7 +56,7 @@ def replayed(model: Executable, count: int) -> Callable[[int], bool]:
 
 
 def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
-    """Run the main entry ``count`` times; returns the changes."""
+    """Run the main entry ``count`` times; return the changes."""
     parsed = read_plan(plan)
     looks: list[Held] = []
     wrong = 0
@@ -85,21 +84,18 @@ def soak(plan: Path, count: int, *, replay: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the changes; 1 if any byte changed or memory grew."""
+    """Print the changes; return 1 if any byte changed or memory grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", type=Path)
     parser.add_argument("--count", type=int, default=200_000)
     parser.add_argument("--replay", action="store_true", help="replay one input, without copies of inputs and outputs")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
-    given = parser.parse_args(arguments)
-    facts = {**soak(given.plan, given.count, replay=given.replay), "environment": environment.describe()}
-    text = json.dumps(facts, indent=2)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
-    growth = facts["grown"]
-    flat = growth["anonymous"] <= SLACK_NBYTES and growth.get("device", 0) <= SLACK_NBYTES
-    return 0 if flat and not facts["wrong"] and growth["threads"] <= 0 and growth["files"] <= 0 else 1
+    options = parser.parse_args(arguments)
+    facts = soak(options.plan, options.count, replay=options.replay)
+    environment.report({**facts, "environment": environment.describe()}, options.json)
+    allowed = dict.fromkeys(("anonymous", "device"), SLACK_NBYTES)
+    flat = all(growth <= allowed.get(name, 0) for name, growth in facts["grown"].items())
+    return 0 if flat and not facts["wrong"] else 1
 
 
 if __name__ == "__main__":

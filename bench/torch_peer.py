@@ -15,6 +15,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from bench import clocks, peer_calls, reference
 from bench.clocks import REPEATS, WARM_UPS
-from bench.turns import Turn, add_arguments
+from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblec.base.gpu_lock import timing_alone
 from nimblec.pytorch.model import set_arithmetic
 
@@ -38,7 +39,7 @@ MODES = ("eager", "graph", *COMPILED, "aoti")
 
 
 def wall_us(call: peer_calls.Call) -> list[float]:
-    """Microseconds of each of many synchronised calls."""
+    """Return the microseconds of each of many synchronised calls."""
     for _ in range(WARM_UPS):
         call()
     torch.cuda.synchronize()
@@ -52,7 +53,7 @@ def wall_us(call: peer_calls.Call) -> list[float]:
 
 
 def launch_us(replay: peer_calls.Call) -> list[float]:
-    """Microseconds of the caller in each of many replays, the GPU idle before each."""
+    """Return the microseconds of the caller in each of many replays, the GPU idle before each."""
     times = []
     for _ in range(WARM_UPS + REPEATS):
         begin = time.perf_counter()
@@ -63,7 +64,7 @@ def launch_us(replay: peer_calls.Call) -> list[float]:
 
 
 def gpu_us(replay: peer_calls.Call) -> list[float]:
-    """GPU microseconds of each of many replays of a CUDA graph, by events around it."""
+    """Return the GPU microseconds of each of many replays of a CUDA graph, by events around it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(WARM_UPS + REPEATS):
@@ -76,7 +77,7 @@ def gpu_us(replay: peer_calls.Call) -> list[float]:
 
 
 def kernel_count(call: peer_calls.Call) -> int:
-    """The number of kernels that a call launches, without copies and fills."""
+    """Return the number of kernels that a call launches, without copies and fills."""
 
     def until_done() -> None:
         call()
@@ -94,12 +95,12 @@ class Inputs:
         self._host = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def call(self, function: Callable[..., Any], leaves: list[Any] | None = None) -> Any:
-        """A function's result on the inputs in the GPU's memory, or on ``leaves``."""
+        """Return a function's result on the inputs in the GPU's memory, or on ``leaves``."""
         args, kwargs = pytree.tree_unflatten(self._placed if leaves is None else leaves, self._structure)
         return function(*args, **kwargs)
 
     def call_from_host(self, function: Callable[..., Any]) -> list[Any]:
-        """A function's results on the host, from the host's inputs; they are uploaded in the layout of the example."""
+        """Return a function's results on the host, from the host's inputs, uploaded in the layout of the example."""
         moved = [
             _ordered(host.cuda(), placed) if isinstance(host, torch.Tensor) else host
             for host, placed in zip(self._host, self._placed, strict=True)
@@ -114,7 +115,7 @@ def _ordered(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def user_call(mode: str, module: Any, inputs: Inputs) -> Callable[..., Any]:
-    """The model as a user of a mode calls it: compiled, its CUDA graph recorded and replayed once."""
+    """Return the model as a user of a mode calls it: compiled, its CUDA graph recorded and replayed once."""
     if mode == "aoti":
         function = _package(module, inputs)
     elif mode in COMPILED:
@@ -146,7 +147,7 @@ def time_kernels_alone() -> None:
 
 
 def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
-    """A package of AOTInductor with freezing, without its synchronisation, which no CUDA graph can capture."""
+    """Return a package of AOTInductor with freezing, without its synchronisation, which no CUDA graph can capture."""
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     program = inputs.call(lambda *args, **kwargs: torch.export.export(module, args, kwargs))
@@ -159,7 +160,7 @@ def _package(module: Any, inputs: Inputs) -> Callable[..., Any]:
 
 
 def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A call captured in a CUDA graph of torch's, and the bytes of its memory pool."""
+    """Capture a call in a CUDA graph of torch's; return it, and the bytes of its memory pool."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -172,7 +173,7 @@ def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def multiply_adds(module: Any, inputs: Inputs) -> int:
-    """Multiply-adds of convolutions and matrix products: half the operations that torch counts."""
+    """Return the multiply-adds of convolutions and matrix products: half the operations that torch counts."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -180,13 +181,18 @@ def multiply_adds(module: Any, inputs: Inputs) -> int:
     return int(counter.get_total_flops()) // 2
 
 
-def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: Turn) -> None:
-    """Prepare a mode, wait for the turn, and report all figures."""
-    figures: dict[str, Any] = {}
+def prepare(options: argparse.Namespace, _: Path, __: ExitStack) -> Scenario:
+    """Compile the model in a mode, and capture its CUDA graph."""
+    mode = options.mode
+    if options.fp32:
+        set_arithmetic("fp32")
+    module, args, kwargs = reference.seeded(options.model)
+    expected = reference.exact(module, args, kwargs)
+    module, inputs = module.cuda(), Inputs(args, kwargs)
     groups: dict[str, Callable[[], clocks.Samples]] = {}
     begin = time.perf_counter()
     function = user_call(mode, module, inputs)
-    figures["prepare_s"] = time.perf_counter() - begin
+    figures: dict[str, Any] = {"prepare_s": time.perf_counter() - begin}
     figures["error"] = reference.error(reference.floats(inputs.call(function)), expected)
     counted: peer_calls.Call = partial(inputs.call, function)
     if mode != "eager":
@@ -202,25 +208,18 @@ def measure(mode: str, module: Any, inputs: Inputs, expected: list[Any], turn: T
         groups["call"] = lambda: {"call_us": wall_us(lambda: inputs.call(function))}
         if mode != "eager":
             groups["numpy"] = lambda: {"numpy_us": wall_us(lambda: inputs.call_from_host(function))}
-    turn.begin()
-    turn.report(**clocks.quietest(groups), **figures)
-    turn.report(kernels=kernel_count(counted))
+    return Scenario(
+        measure=lambda: {**clocks.quietest(groups), **figures}, facts=lambda: {"kernels": kernel_count(counted)}
+    )
 
 
 def main() -> None:
     """Measure the model named ``package.module:callable``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("mode", choices=MODES)
-    add_arguments(parser)
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    if options.fp32:
-        set_arithmetic("fp32")
-    module, args, kwargs = reference.seeded(options.model)
-    expected = reference.exact(module, args, kwargs)
+    add_model(parser)
     with torch.no_grad():
-        measure(options.mode, module.cuda(), Inputs(args, kwargs), expected, turn)
-    turn.end()
+        run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

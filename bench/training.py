@@ -9,20 +9,18 @@ bench/results/gpu, or --output; --markdown prints its tables. --add measures onl
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench import environment, running
-from bench.peers import FOLDER
 from bench.peers_table import Figures, cell, fastest, geometric_mean, microseconds
 from bench.running import Table
-from bench.tables import header, mib, number, row
-from bench.turns import Job
+from bench.tables import mib, number
+from bench.tables import table as lines_of
 
 LEVELS = ("O0", "O1", "O2")
 MODES = ("O2", "O1", "O0", "compile", "eager")
-"""Of bench.training_peer, which is not imported here: it brings in PyTorch. The slowest come first."""
+"""The modes of bench.training_peer, which is not imported here as it imports PyTorch. The slowest come first."""
 NETWORKS = ("efficientnet_b0", "resnet50", "mobilenet_v2")
 BATCHES = (32, 128, 8, 2)
 """The paper's comes first; there is no batch of 1, whose single pixel batch norms refuse."""
@@ -45,52 +43,35 @@ _SUM = ("arena_nbytes", "state_nbytes", "weights_nbytes")
 
 
 def models(*batches: int) -> tuple[str, ...]:
-    """The names of `NETWORKS` at these batch sizes."""
+    """Return the names of `NETWORKS` at these batch sizes."""
     return tuple(f"{network}_batch_{batch}" for batch in batches for network in NETWORKS)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     made = running.table_parser(__doc__, "MODEL", limit_s=540)
     made.add_argument("--autocast", choices=["bf16"], help="dtype of autocast, in all modes")
     made.add_argument("--modes", default=",".join(MODES), metavar="MODE,...")
     return made
 
 
-def results_path(options: argparse.Namespace) -> Path:
-    """The path of the results."""
-    return options.output or FOLDER / ("training_bf16.json" if options.autocast else "training.json")
-
-
 def table(options: argparse.Namespace) -> Table:
-    """The jobs by model."""
-    path = results_path(options)
-
-    def jobs(model: str) -> tuple[Job, ...]:
-        command = (sys.executable, "-m", "bench.training_peer")
-        return tuple(
-            Job(
-                table=str(path),
-                model=model,
-                mode=mode,
-                command=(*command, mode, model, "--turns"),
-                limit_s=options.limit,
-            )
+    """Return the jobs by model; by default all networks at all batch sizes, and `WIDEST` without autocast."""
+    suffix = f"_{options.autocast}" if options.autocast else ""
+    default = models(*BATCHES) if options.autocast else (*models(BATCHES[0]), WIDEST, *models(*BATCHES[1:]))
+    programs = {
+        f"{model}{suffix}": {
+            mode: ("bench.training_peer", mode, f"{model}{suffix}")
             for mode in options.modes.split(",")
             if model != WIDEST or mode in _OF_WIDEST
-        )
-
-    suffix = f"_{options.autocast}" if options.autocast else ""
-    return Table(path=path, jobs=tuple(jobs(f"{model}{suffix}") for model in options.models or _models(options)))
-
-
-def _models(options: argparse.Namespace) -> tuple[str, ...]:
-    """The default models; under autocast without `WIDEST`."""
-    return models(*BATCHES) if options.autocast else (*models(BATCHES[0]), WIDEST, *models(*BATCHES[1:]))
+        }
+        for model in options.models or default
+    }
+    return running.table("training_bf16.json" if options.autocast else "training.json", programs, options)
 
 
 def ratios(figures: Figures) -> list[float | None]:
-    """The columns `_RATIOS`; our memory is that of the level with the fastest call."""
+    """Return the columns `_RATIOS`; our memory is that of the level with the fastest call."""
     best = fastest(figures, LEVELS, "call_us")
     ours = sum(figures[best].get(name, 0) for name in _SUM) if best else None
     return [
@@ -112,7 +93,7 @@ def _part(ours: float | None, theirs: float | None) -> float | None:
 
 
 def means(models: dict[str, Figures]) -> Iterator[tuple[str, list[float | None]]]:
-    """The geometric means of `ratios` over `NETWORKS`, by batch size and dtype, where all of them were measured."""
+    """Yield the geometric means of `ratios` over `NETWORKS`, by batch size and dtype where all were measured."""
     ends = dict.fromkeys(found[0] for model in models if (found := re.search(r"_batch_\d+(_bf16)?$", model)))
     for end in ends:
         rows = [ratios(models[network + end]) for network in NETWORKS if network + end in models]
@@ -122,24 +103,18 @@ def means(models: dict[str, Figures]) -> Iterator[tuple[str, list[float | None]]
 
 
 def nothing_won(models: dict[str, Figures]) -> dict[str, int | None]:
-    """The smallest measured batch at which a plan's call is no faster than compile's, by network and dtype."""
+    """Return the smallest measured batch at which a plan's call is no faster than compile's, by network and dtype."""
     found: dict[str, int | None] = {}
-    for batch, model in sorted((_batch(model), model) for model in models):
-        name = re.sub(r"_batch_\d+", "", model)
-        if (won := ratios(models[model])[1]) is not None and found.setdefault(name, None) is None and won <= 1:
-            found[name] = batch
+    names = {model: re.split(r"_batch_(\d+)", model) for model in models}
+    for model, (network, batch, dtype) in sorted(names.items(), key=lambda item: (int(item[1][1]), item[0])):
+        if (won := ratios(models[model])[1]) is not None:
+            kept = found.setdefault(network + dtype, None)
+            found[network + dtype] = int(batch) if kept is None and won <= 1 else kept
     return found
 
 
-def _batch(model: str) -> int:
-    """The batch size in a name."""
-    found = re.search(r"_batch_(\d+)", model)
-    assert found is not None, model
-    return int(found[1])
-
-
 def markdown(results: dict[str, Any]) -> str:
-    """Tables of times, ratios and memory, a line for each model; microseconds and MiB."""
+    """Return tables of times, ratios and memory, a line for each model; microseconds and MiB."""
     models: dict[str, Figures] = results["models"]
     times = [[model, *(cell(figures, *clock) for clock in _CLOCKS)] for model, figures in models.items()]
     shares = [[model, *_numbers(ratios(figures))] for model, figures in models.items()]
@@ -160,10 +135,10 @@ def _numbers(values: list[float | None]) -> list[str]:
 
 
 def _lines(head: list[str], rows: list[list[str]]) -> str:
-    """A table, without columns that have no figure."""
+    """Return a table without the columns that have no figure."""
     columns = [column for column in zip(head, *rows, strict=True) if set(column[1:]) - {"-", "- / -"}]
     head, *rows = (list(line) for line in zip(*columns, strict=True))
-    return "\n".join((*header(head), *map(row, rows)))
+    return "\n".join(lines_of(head, rows))
 
 
 def _memory(models: dict[str, Figures]) -> list[list[str]]:
@@ -180,10 +155,9 @@ def _memory(models: dict[str, Figures]) -> list[list[str]]:
     return [[model, *cells(figures)] for model, figures in models.items()]
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Measure, or show the results."""
-    options = parser().parse_args(arguments)
-    running.measure_or_show(table(options), options, markdown)
+    running.main(arguments, parser(), table, markdown)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ draws the same numbers by nimblec's dispatch mode, which does nothing else.
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import compiling
 from bench.models import training_bits
-from bench.turns import Turn, add_turns
-from nimblec.base.options import Options
-from nimblec.compiler import compile_model
+from bench.turns import Turn, peer_parser
 from nimblec.pytorch.model import set_arithmetic
 from nimblec.training.random import Draws
 from nimblec.training.state import SEED
@@ -51,7 +49,7 @@ class Run:
 
 
 def eager(network: str, steps: int, device: str, source: str, seed: int) -> Run:
-    """PyTorch's own steps; its random numbers begin with ``seed``, from the plan's ``source`` (see "draws")."""
+    """Take PyTorch's own steps; its random numbers begin with ``seed``, from the plan's ``source`` (see "draws")."""
     model, batch = training_bits.parts(network)
     model.to(device)
     optimizer = training_bits.optimizer(network, model)
@@ -73,7 +71,7 @@ def eager(network: str, steps: int, device: str, source: str, seed: int) -> Run:
 
 
 def drawn(plan: Plan) -> str:
-    """The source of the random numbers of a plan's training step: "plan", "torch" or "none"."""
+    """Return the source of the random numbers of a plan's training step: "plan", "torch" or "none"."""
     if SEED not in {tensor.name for tensor in plan.state}:
         return "none"
     (program,) = plan.entries["train"]
@@ -82,12 +80,12 @@ def drawn(plan: Plan) -> str:
 
 
 def seed_of(plan: Plan) -> int:
-    """The seed in the initial state of a plan; 0 where it draws no random numbers."""
+    """Return the seed in the initial state of a plan; 0 where it draws no random numbers."""
     return next((int.from_bytes(t.data, "little", signed=True) for t in plan.state if t.name == SEED), 0)
 
 
 def planned(path: Path, network: str, steps: int) -> Run:
-    """The steps of a plan."""
+    """Take the steps of a plan."""
     _, batch = training_bits.parts(network)
     with load(path) as exe:
         losses = [np.array(exe(*(t.numpy() for t in batch(number)), entry="train")) for number in range(steps)]
@@ -96,7 +94,7 @@ def planned(path: Path, network: str, steps: int) -> Run:
 
 
 def bits(plan: Run, wanted: Run) -> dict[str, Any]:
-    """The losses and tensors of two runs that are equal bit for bit."""
+    """Return the losses and tensors of two runs that are equal bit for bit."""
     differs = plan.losses.view(np.uint32) != wanted.losses.view(np.uint32)
     return {
         "equal_losses": int((~differs).sum()),
@@ -106,7 +104,7 @@ def bits(plan: Run, wanted: Run) -> dict[str, Any]:
 
 
 def distances(plan: Run, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
-    """The distance of the plan from the nearest of eager's runs, and the largest between those."""
+    """Return the distance of the plan from the nearest of eager's runs, and the largest between those."""
     measures: dict[str, Callable[[Run, Run], float]] = {"losses": _of_losses, "state": _of_state}
     return {
         name: {
@@ -133,51 +131,37 @@ def _of_state(one: Run, other: Run) -> float:
 def figures(network: str, mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Compile, run both, and compare."""
     device = "cpu" if options.cpu else "cuda"
-    chosen = Options(
-        target="cpu" if options.cpu else "cuda",
-        level=None if options.cpu else 0,
-        precision="fp32" if options.fp32 else "keep",
-        timing_cache=folder / "timings",
-        plan_cache=None,
-    )
+    how = compiling.options(folder, None if options.cpu else 0, precision="fp32" if options.fp32 else "keep")
     if options.fp32:
         set_arithmetic("fp32")
     if mode == "deterministic":
         training_bits.make_deterministic()
-    path, begin = folder / "train.plan", time.perf_counter()
-    spec = f"{training_bits.__name__}:{network}_{mode}"
-    made = compile_model(spec, options=chosen, output=path, observer=lambda *_: None)
-    compiled = time.perf_counter()
-    source = drawn(made.plan)
-    seed = seed_of(made.plan)
+    path = folder / "train.plan"
+    made, compilation = compiling.compiled(f"{training_bits.__name__}:{network}_{mode}", how, path)
+    source, seed = drawn(made), seed_of(made)
     plan = planned(path, network, options.steps)
-    ended = time.perf_counter()
     count = 1 if mode == "deterministic" else options.runs
     runs = [eager(network, options.steps, device, source, seed) for _ in range(count)]
     return {
+        **compilation,
         "steps": options.steps,
         "fp32": options.fp32,
-        "notes": made.notes,
         "draws": source,
         "losses": plan.losses.tolist(),
         "eager_losses": [run.losses.tolist() for run in runs],
-        "prepare_s": compiled - begin,
-        "plan_s": ended - compiled,
-        "eager_s": time.perf_counter() - ended,
         **(bits(plan, runs[0]) if mode == "deterministic" else {"distances": distances(plan, runs)}),
     }
 
 
 def main() -> None:
-    """Compare one network's steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compare one network's steps; nothing is timed."""
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("network", choices=training_bits.NETWORKS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--runs", type=int, default=RUNS, help="of eager, by default")
     parser.add_argument("--fp32", action="store_true", help="without TF32")
     parser.add_argument("--cpu", action="store_true")
-    add_turns(parser)
     options = parser.parse_args()
     turn = Turn(wait=options.turns)
     with tempfile.TemporaryDirectory() as folder:

@@ -15,11 +15,10 @@ device's memory in use when a plan is loaded and takes a step.
 """
 
 import argparse
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from bench import clocks, nimblec_peer, peer_calls, torch_peer
+from bench import clocks, compiling, nimblec_peer, peer_calls, torch_peer
 from bench.memory import held
 from bench.models import cifar_training
-from bench.turns import Turn, add_turns
-from nimblec.base.options import Options
-from nimblec.compiler import compile_model
+from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.training.state import autocasting
 from nimblert.check.verify import read_plan
 from nimblert.executable import load
@@ -57,7 +54,7 @@ class TorchStep:
         self.run: Callable[[], torch.Tensor] = torch.compile(self.step, fullgraph=False) if compiled else self.step
 
     def step(self) -> torch.Tensor:
-        """One step on the device; the loss stays there."""
+        """Take a step on the device; the loss stays there."""
         self.optimizer.zero_grad()
         images, labels = self.batch
         with autocasting(self.dtype, self.device):
@@ -67,21 +64,12 @@ class TorchStep:
         return value.detach()
 
     def __call__(self) -> float:
-        """One step, and its loss."""
+        """Take a step; return its loss."""
         return float(self.run())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """Figures that are known before measuring, the clocks to sample, and the memory to measure alone."""
-
-    figures: dict[str, Any]
-    groups: dict[str, Callable[[], clocks.Samples]]
-    memory: Callable[[], dict[str, int]] = dict
-
-
-def torch_ready(mode: str, model: str, device: str) -> Ready:
-    """PyTorch's step."""
+def torch_ready(mode: str, model: str, device: str) -> Scenario:
+    """Prepare PyTorch's step."""
     if mode == "compile" and device == "cuda":
         torch_peer.time_kernels_alone()
     step = TorchStep(model, device, compiled=mode == "compile")
@@ -94,16 +82,16 @@ def torch_ready(mode: str, model: str, device: str) -> Ready:
         figures["graph_reserved_nbytes"] = torch.cuda.memory_reserved()
         groups["kernels"] = lambda: {"kernels_us": torch_peer.gpu_us(graph.replay)}
         groups["call"] = lambda: {"call_us": torch_peer.wall_us(graph.replay)}
-    return Ready(figures=figures, groups=groups)
+    return Scenario(measure=lambda: {**clocks.quietest(groups), **figures})
 
 
 def _wall_us(device: str) -> Callable[[Callable[[], object]], list[float]]:
-    """The wall clock of synchronised steps on a device."""
+    """Return the wall clock of synchronised steps on a device."""
     return torch_peer.wall_us if device == "cuda" else peer_calls.wall_us
 
 
 def peak(step: Callable[[], object]) -> dict[str, int]:
-    """The peaks of PyTorch's allocator over a step: allocated, and reserved from the driver."""
+    """Return the peaks of PyTorch's allocator over a step: allocated, and reserved from the driver."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -115,26 +103,17 @@ def peak(step: Callable[[], object]) -> dict[str, int]:
     }
 
 
-def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
-    """A plan's step at a level."""
-    options = Options(
-        target="cuda" if device == "cuda" else "cpu",
-        level=None if device == "cpu" else int(mode[1:]),
-        timing_cache=folder / "timings",
-        plan_cache=None,
-    )
-    path, begin = folder / "train.plan", time.perf_counter()
-    spec = f"{cifar_training.__name__}:{model}"
-    made = compile_model(spec, options=options, output=path, observer=lambda *_: None)
-    (program,) = made.plan.entries["train"]
-    figures: dict[str, Any] = {
-        "prepare_s": time.perf_counter() - begin,
-        "stages_s": made.stages,
-        "notes": made.notes,
+def plan_ready(mode: str, model: str, device: str, folder: Path) -> Scenario:
+    """Prepare a plan's step at a level."""
+    level = None if device == "cpu" else int(mode[1:])
+    path, spec = folder / "train.plan", f"{cifar_training.__name__}:{model}"
+    plan, figures = compiling.compiled(spec, compiling.options(folder, level), path)
+    (program,) = plan.entries["train"]
+    figures |= {
         "plan_nbytes": path.stat().st_size,
         "arena_nbytes": program.arena_nbytes,
-        "state_nbytes": made.plan.state_nbytes,
-        "weights_nbytes": made.plan.weights_nbytes,
+        "state_nbytes": plan.state_nbytes,
+        "weights_nbytes": plan.weights_nbytes,
         "commands": len(program.commands),
         "work": Counter(type(command).__name__ for _, command in program.work),
         "streams": program.stream_count,
@@ -150,7 +129,7 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
         "call": lambda: {"call_us": _wall_us(device)(partial(loaded, *given, entry="train"))}
     }
     if device == "cuda":
-        scheduled, chain = map(load, steps_alone(made.plan))
+        scheduled, chain = map(load, steps_alone(plan))
         for alone in (scheduled, chain):  # replays are steps on this batch, as calls are
             alone(*given)
         groups["kernels"] = lambda: {
@@ -158,11 +137,11 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Ready:
             "replay_us": peer_calls.wall_us(scheduled.replay),
         }
         groups["chain"] = lambda: {"chain_us": nimblec_peer.gpu_us(chain)}
-    return Ready(figures=figures, groups=groups, memory=partial(grown, path, given))
+    return Scenario(measure=lambda: {**grown(path, given), **clocks.quietest(groups), **figures})
 
 
 def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
-    """The growth of the device's memory by a loaded plan that has taken a step; empty for the CPU target."""
+    """Return the growth of the device's memory by a loaded plan that has taken a step; empty for the CPU target."""
     plan = read_plan(path)
     before = held(plan)
     with load(plan) as loaded:
@@ -172,29 +151,26 @@ def grown(path: Path, batch: Sequence[Any]) -> dict[str, int]:
 
 
 def steps_alone(plan: Plan) -> tuple[Plan, Plan]:
-    """The training step as a plan of its own: its kernels as scheduled, and in one chain."""
+    """Return the training step as a plan of its own: its kernels as scheduled, and in one chain."""
     step = replace(plan, programs=plan.entries["train"])
     return step, nimblec_peer.serialised(step)
 
 
+def prepare(options: argparse.Namespace, folder: Path, _: ExitStack) -> Scenario:
+    """Prepare one mode."""
+    device = "cpu" if options.cpu else "cuda"
+    if options.mode in LEVELS:
+        return plan_ready(options.mode, options.model, device, folder)
+    return torch_ready(options.mode, options.model, device)
+
+
 def main() -> None:
     """Measure one mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = peer_parser(__doc__, model=False)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("model", help="NETWORK_batch_N or NETWORK_batch_N_bf16")
     parser.add_argument("--cpu", action="store_true")
-    add_turns(parser)
-    options = parser.parse_args()
-    turn = Turn(wait=options.turns)
-    device = "cpu" if options.cpu else "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        if options.mode in LEVELS:
-            ready = plan_ready(options.mode, options.model, device, Path(folder))
-        else:
-            ready = torch_ready(options.mode, options.model, device)
-        turn.begin()
-        turn.report(**ready.memory(), **clocks.quietest(ready.groups), **ready.figures)
-    turn.end()
+    run_peer(parser, prepare)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,24 +31,49 @@ Result: TypeAlias = dict[str, Any]
 _LONGEST_LINE = 1 << 20
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 _SETTLE_S = 0.2
-"""Enough for the kernels that stopped processes have queued: those that time kernels synchronise at least every 125 ms
-(warm-up and repeats of Triton's do_bench), those that run models after each run."""
+"""Long enough for the kernels that stopped processes have queued: processes that time kernels synchronise at least
+every 125 ms (warm-up and repeats of Triton's do_bench), processes that run models after each run."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a process that measures a model: MODEL, --fp32 and --turns."""
+def peer_parser(description: str | None, *, model: bool = True) -> argparse.ArgumentParser:
+    """Return the command line of a measuring process: --turns, and `add_model` unless other arguments precede it."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--turns", action="store_true", help="take turns with other processes at measuring")
+    if model:
+        add_model(made)
+    return made
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and --fp32."""
     parser.add_argument("model", metavar="MODEL", help="package.module:callable")
     parser.add_argument("--fp32", action="store_true", help="without TF32")
-    add_turns(parser)
 
 
-def add_turns(parser: argparse.ArgumentParser) -> None:
-    """The option of a process that `take_turns` runs."""
-    parser.add_argument("--turns", action="store_true", help="take turns with other processes at measuring")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A prepared measurement: ``measure`` is called while everything else is stopped, ``facts`` after it."""
+
+    measure: Callable[[], Result]
+    facts: Callable[[], Result] = dict
+
+
+def run_peer(
+    parser: argparse.ArgumentParser, prepare: Callable[[argparse.Namespace, Path, ExitStack], Scenario]
+) -> None:
+    """Prepare with the options, a temporary folder and a stack of what to close; measure in turn; print the figures."""
+    options = parser.parse_args()
+    turn = Turn(wait=options.turns)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        scenario = prepare(options, Path(folder), opened)
+        turn.begin()
+        turn.report(**scenario.measure())
+        turn.report(**scenario.facts())
+    turn.end()
 
 
 class Turn:
-    """The figures that a measuring process prints. Everything else that it prints goes to standard error."""
+    """The figures that a measuring process prints on its standard output; all else goes to standard error."""
 
     def __init__(self, *, wait: bool) -> None:
         """``wait``: take turns with other processes; otherwise all figures are printed as one object in the end."""
@@ -147,16 +172,17 @@ class _Scheduler:
         self._turn = asyncio.Lock()
         self._running: set[_Child] = set()
         self._working: set[_Child] = set()
-        """Those that neither measure nor wait for their turn."""
+        """Processes that neither measure nor wait for their turn."""
 
     async def run(self, job: Job, place: Place) -> Result:
-        """The result of a job; "failed" holds the reason if it did not succeed."""
+        """Return the result of a job; "failed" holds the reason if it did not succeed."""
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as name:
             return await self._run(job, place, Path(name))
 
     async def _run(self, job: Job, place: Place, folder: Path) -> Result:
         errors, tree = folder / "stderr", Tree()
-        async with self._turn:  # a process that starts would disturb the one that measures
+        # A process that starts would disturb the one that measures.
+        async with self._turn:
             with errors.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
                     *place.prefix,
@@ -214,7 +240,8 @@ class _Scheduler:
         try:
             await asyncio.sleep(_SETTLE_S)
             assert child.process.stdin is not None
-            with suppress(ConnectionError):  # it has ended, which is seen below
+            # Where the child has ended, `listen` returns None.
+            with suppress(ConnectionError):
                 child.process.stdin.write(b"\n")
                 await child.process.stdin.drain()
             await child.listen()
@@ -227,7 +254,7 @@ class _Scheduler:
 
 
 def _own_folder(folder: Path) -> dict[str, str]:
-    """Variables for caches of its own: a process must not profit from those of others."""
+    """Return variables for caches of its own: a process must not profit from those of others."""
     return {
         "TMPDIR": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
@@ -236,7 +263,7 @@ def _own_folder(folder: Path) -> dict[str, str]:
 
 
 def _reason(path: Path) -> str:
-    """The last line that names an error, as a traceback's last part begins; else the last line."""
+    """Return the last line that names an error, as a traceback's last part begins; else the last line."""
     lines = [line.rstrip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if _ERROR.match(line)]
     return (named or lines or [""])[-1].strip()
@@ -254,23 +281,19 @@ def take_turns(
     ``done`` gets the result of each job that has started. After ``stop_after_s`` seconds no job starts, and all that
     are running are ended.
     """
-    asyncio.run(_all(places, side_by_side, stop_after_s, done))
 
+    async def work(place: Place, waiting: Iterator[Job], scheduler: _Scheduler, end: float) -> None:
+        while asyncio.get_running_loop().time() < end and (job := next(waiting, None)) is not None:
+            done(job, await scheduler.run(job, place))
 
-async def _all(
-    places: Iterable[Place], side_by_side: int, stop_after_s: float, done: Callable[[Job, Result], None]
-) -> None:
-    loop = asyncio.get_running_loop()
-    end = loop.time() + stop_after_s
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, process_tree.adopting():
-        scheduler = _Scheduler(Path(folder), end)
-
-        async def work(place: Place, waiting: Iterator[Job]) -> None:
-            while loop.time() < end and (job := next(waiting, None)) is not None:
-                done(job, await scheduler.run(job, place))
-
+    async def work_on_all(folder: Path) -> None:
+        end = asyncio.get_running_loop().time() + stop_after_s
+        scheduler = _Scheduler(folder, end)
         async with asyncio.TaskGroup() as group:
             for place in places:
                 waiting = iter(place.jobs)
                 for _ in range(side_by_side):
-                    group.create_task(work(place, waiting))
+                    group.create_task(work(place, waiting, scheduler, end))
+
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name, process_tree.adopting():
+        asyncio.run(work_on_all(Path(name)))

@@ -119,7 +119,7 @@ def flatc(path: Path, folder: Path) -> Lines:
     program = facts["programs"][0]
     chosen = {key: facts[key] for key in ("schema", "trailer", "producer", "target", "weights_nbytes")}
     chosen |= {"modules[0]": facts["modules"][0], "programs[0].inputs[0]": program["inputs"][0]}
-    launch = program["commands"][1]["action"]
-    chosen |= {"programs[0].commands[1].action.relocations[0]": launch["relocations"][0]}
+    launch = program["commands"][0]["action"]
+    chosen |= {"programs[0].commands[0].action.relocations[0]": launch["relocations"][0]}
     for key, value in chosen.items():
         yield f"{key}: {json.dumps(value)}"

@@ -24,13 +24,14 @@ from plan_bytes import Lines, columns
 
 from nimblec.base.ir import BufferKind, Graph
 from nimblec.cpu import capture
+from nimblec.cpu.stretches import Joiner
 from nimblec.inspect import verification
 from nimblec.inspect.inspection import pointer_text, shape_text
 from nimblec.onnx_import import model_file
 from nimblec.plan import encoder
-from nimblec.plan.assembly import Provenance
+from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.lean import LeanProcess
-from nimblec.plan.planning import Measured, make_plan
+from nimblec.plan.planning import Measured, choose_schedule
 from nimblec.schedule import streams
 from nimblec.schedule.dependencies import dependencies
 from nimblert import golden
@@ -101,21 +102,39 @@ def optimise(graph: Graph) -> Lines:
 
 
 def lowering(plan: Plan) -> Lines:
-    """One launch, its parameters and their pointers."""
+    """The only launch, its parameters and their pointers."""
     program = plan.programs[0]
-    launch = program.commands[1]
+    (launch,) = program.commands
     assert isinstance(launch, Launch)
     kernel = plan.kernels[launch.kernel]
     module = plan.modules[kernel.module]
-    yield f"command 1: launch on stream {launch.stream}, op {program.ops[launch.op].name}"
+    yield f"command 0: launch on stream {launch.stream}, op {program.ops[launch.op].name}"
     yield f"kernel {launch.kernel}: {kernel.symbol}, a model of {module.code.nbytes} bytes, origin {module.origin!r}"
-    yield f"params: {launch.params.hex(' ', 8)}"
+    yield f"params: {launch.params.hex(' ', 8)[:33]} ..."
     rows: list[Sequence[object]] = [("at byte", "kind", "name", "type", "points to")]
     for parameter, relocation in zip(kernel.parameters, launch.relocations, strict=True):
         kind = parameter.kind.name.lower()
         where = pointer_text(relocation.pointer)
         rows.append((parameter.offset, kind, parameter.name, shape_text(parameter.dtype, parameter.shape), where))
     yield from columns(rows)
+
+
+def stretches(plan: Plan) -> Lines:
+    """The nodes of each launch, and the values that are in no memory of the plan."""
+    program = plan.programs[0]
+    for index, command in enumerate(program.commands):
+        assert isinstance(command, Launch)
+        model = onnx.load_model_from_string(bytes(plan.modules[plan.kernels[command.kernel].module].code))
+        nodes = model.graph.node
+        ops = [op.name for op in program.ops[command.op + 1 : command.op + 1 + len(nodes)]]
+        assert ops == [f"{node.domain}.{node.op_type}".lstrip(".") for node in nodes]
+        yield f"launch {index}: {program.ops[command.op].name}"
+        rows: list[Sequence[object]] = [("node", "operator", "reads", "computes")]
+        rows += [(n.name, n.op_type, " ".join(n.input), " ".join(n.output)) for n in nodes]
+        yield from columns(rows)
+        yield f"parameters: {' '.join(p.name for p in plan.kernels[command.kernel].parameters)}"
+        yield f"between nodes: {' '.join(value.name for value in model.graph.value_info)}"
+    yield f"arena: {program.arena_nbytes} bytes"
 
 
 def loaded(plan: Plan) -> Lines:
@@ -133,7 +152,7 @@ def loaded(plan: Plan) -> Lines:
     loaded = CpuLoaded(plan)
     with closing(loaded.backend(program, loaded.working())):
         launches = sum(isinstance(command, Launch) for command in program.commands)
-        yield f"sessions: {len(loaded.sessions)} for {launches} launches"
+        yield f"launches: {launches}, sessions: {len(loaded.sessions)}"
 
 
 def runs(plan: Plan, path: Path) -> Lines:
@@ -174,10 +193,11 @@ def sections(folder: Path) -> Iterator[tuple[str, Lines]]:
     yield "reduction", passes.order(branches)
     yield "streams", passes.chains(branches)
     yield "events", passes.commands_of_branches(branches)
+    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=())
+    plan = assemble([choose_schedule(graph, provenance, EqualTimer(), join=Joiner().join)], provenance)
+    yield "stretches", stretches(plan)
     yield "memory", passes.arena(graph, streams.serial(dependencies(graph)))
     yield "concurrency", passes.arenas(branches)
-    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=())
-    plan = make_plan(graph, provenance, EqualTimer())
     yield "lowering", lowering(plan)
     plan = with_golden(plan, model)
     path = folder / "digits.plan"

@@ -61,7 +61,7 @@ class _Child:
     text: bytes = b""
 
     def number(self) -> int:
-        """The current case of the child."""
+        """Return the current case of the child."""
         return int(_COUNTER.unpack_from(self.note)[0])
 
 

@@ -26,7 +26,7 @@ _LOOK_S = 0.1
 
 
 def judge(file: bytes) -> str:
-    """The outcome of a plan file, which is loaded, each program run twice, and run again with other weights.
+    """Return the outcome of a plan file, which is loaded, each program run twice, and run again with other weights.
 
     Raises on any outcome that is not allowed.
     """
@@ -76,7 +76,7 @@ def _run_twice(executable: Executable, program: Program) -> None:
 
 
 def _draws(executable: Executable) -> bool:
-    """Whether a run may draw random numbers: an input may put dropout into training mode."""
+    """Return whether a run may draw random numbers: an input may put dropout into training mode."""
     return any(b"Dropout" in module.code.tobytes() for module in executable.plan.modules)
 
 
@@ -101,7 +101,7 @@ def _interrupted_after(cpu_seconds: float, seconds: float) -> Iterator[None]:
 
 
 def _is_nan(array: np.ndarray) -> bool:
-    """Whether the array has a NaN: its bits may differ between runs."""
+    """Return whether the array has a NaN: its bits may differ between runs."""
     return array.dtype.kind not in "biu" and bool((array != array).any())  # noqa: PLR0124 - NaN is not itself
 
 

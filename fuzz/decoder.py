@@ -20,13 +20,13 @@ _EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for 
 
 @cache
 def _sources() -> tuple[tuple[bytes, int], ...]:
-    """The files of the corpus, each with the size of its FlatBuffer."""
+    """Return the files of the corpus, each with the size of its FlatBuffer."""
     files = [path.read_bytes() for path in sorted(_CORPUS.glob("*.plan"))]
     return tuple((file[:-64], struct.unpack_from("<Q", file, len(file) - 56)[0]) for file in files)
 
 
 def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
-    """A file of the corpus with one to four damages, mostly in its FlatBuffer, and a trailer to match."""
+    """Return a file of the corpus with one to four damages, mostly in its FlatBuffer, and a trailer to match."""
     rng = random.Random(f"{seed} {number}")  # noqa: S311 - reproducible damage, no secrets
     content, nbytes = rng.choice(_sources())
     damaged = bytearray(content)

@@ -74,12 +74,12 @@ def examples() -> tuple[Case, ...]:
 
 @cache
 def _wanted() -> list[str]:
-    """The operators to try, as domain:name: those of the variable FUZZ_OPERATORS, or all."""
+    """Return the operators to try, as domain:name: those of the variable FUZZ_OPERATORS, or all."""
     return os.environ.get("FUZZ_OPERATORS", "").split() or list(OPERATORS)
 
 
 def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
-    """The plan file of a case, with the outputs that ONNX Runtime gives for the node."""
+    """Return the plan file of a case, with the outputs that ONNX Runtime gives for the node."""
     rng = Rng(f"{seed} {number}")
     case = _damaged(rng) if examples() and rng.random() < 0.5 else _drawn(rng)
     names = {name: f"i{i}" for i, name in enumerate(dict.fromkeys(filter(None, case.node.input)))}
@@ -97,7 +97,7 @@ def build(seed: int, number: int, note: Callable[[bytes], object]) -> bytes:
 
 
 def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes], object]) -> list[Tensor]:
-    """The outputs as a run of the node gives them; guesses if it fails."""
+    """Return the outputs as a run of the node gives them; guesses if it fails."""
     node, opset, arrays = case.node, case.opset, case.arrays
     made = [name for name in node.output if name]
     guess = [wrapped.output(i, name, "float32", (rng.choice((1, 2, 3)),)) for i, name in enumerate(made)]
@@ -140,7 +140,7 @@ def _outputs(case: Case, kinds: dict[str, str], rng: Rng, note: Callable[[bytes]
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """Whether it has too many elements; or none, but strides that no file can hold."""
+    """Return whether it has too many elements; or none, but strides that no file can hold."""
     return prod(shape) > _MOST_NBYTES or prod(size or 1 for size in shape) >= 1 << 63
 
 
@@ -220,7 +220,7 @@ def _array(rng: Rng, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _value(rng: Rng, name: str, kind: int) -> AttributeProto | None:
-    """An attribute of a type; None for types that are not drawn, such as graphs."""
+    """Return an attribute of a type; None for types that are not drawn, such as graphs."""
     size = rng.choice((0, 1, 2, 2, 3, 4, 5, 8))
     integers = rng.choice((_SMALL, _SMALL, _SMALL, range(20), _INTS))
     dtype, dims = rng.choice(list(ELEMENT_TYPES)), _dims(rng, rng.choice((0, 1, 1, 2)))

@@ -29,7 +29,7 @@ def _sources() -> tuple[Plan, ...]:
 
 
 def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
-    """A plan with one to three fields changed, or commands moved, dropped or repeated."""
+    """Return a plan with one to three fields changed, or commands moved, dropped or repeated."""
     rng = random.Random(f"{seed} {number}")  # noqa: S311 - reproducible damage, no secrets
     while True:
         plan = rng.choice(_sources())
@@ -67,7 +67,7 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _consistent(command: Any, rng: random.Random) -> Any:
-    """A launch with one pointer moved, consistently in relocations and accesses."""
+    """Return a launch with one pointer moved, consistently in relocations and accesses."""
     if not isinstance(command, Launch) or not command.relocations:
         return command
     old, donor = (rng.choice(command.relocations).pointer for _ in range(2))
@@ -85,7 +85,7 @@ def _consistent(command: Any, rng: random.Random) -> Any:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """The value with one change somewhere in it."""
+    """Return the value with one change somewhere in it."""
     match value:
         case tuple():
             changed: Any = _changed_tuple(value, rng)

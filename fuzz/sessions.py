@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 Inputs = dict[str, np.ndarray]
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 """Largest difference that rounding of float32 explains, relative to the largest magnitude of the output."""
 HALF_TOLERANCE = 1e-2
 """The same where the model has float16."""
-_TRIALS = 4
+_TRIALS = 8
 """Runs of perturbed models; their largest effect counts."""
 _MULTIPLE = 16
 """Differences of up to so many times a perturbation's effect are rounding."""
@@ -154,10 +154,11 @@ def is_rounding(model: ModelProto, inputs: Inputs, right: list[np.ndarray], othe
         return True
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return False
+    values = _computed(model, inputs)
     effects = [0.0] * len(right)
     for trial in range(_TRIALS):
         step = 2.0 ** (-10 if has_half else -20)
-        outputs = _run_perturbed(model, inputs, np.random.default_rng(trial), step)
+        outputs = _run_perturbed(model, inputs, values, np.random.default_rng(trial), step)
         if outputs is not None:
             changes = [difference(a, b) for a, b in zip(right, outputs, strict=True)]
             effects = [max(e, c) if np.isfinite(c) else e for e, c in zip(effects, changes, strict=True)]
@@ -167,9 +168,22 @@ def is_rounding(model: ModelProto, inputs: Inputs, right: list[np.ndarray], othe
     )
 
 
-def _run_perturbed(model: ModelProto, inputs: Inputs, rng: np.random.Generator, step: float) -> list[np.ndarray] | None:
+def _computed(model: ModelProto, inputs: Inputs) -> dict[str, np.ndarray]:
+    """Return the tensors that the nodes of the main graph compute, by name."""
+    exposed = ModelProto()
+    exposed.CopyFrom(model)
+    names = [name for node in model.graph.node if node.op_type != "Constant" for name in node.output if name]
+    del exposed.graph.output[:]
+    exposed.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    values = run(open_session(exposed, optimised=False), inputs) or []
+    return dict(zip(names, values, strict=False))
+
+
+def _run_perturbed(
+    model: ModelProto, inputs: Inputs, values: Inputs, rng: np.random.Generator, step: float
+) -> list[np.ndarray] | None:
     """Return what a perturbed model computes; None where a constant has to be exact."""
-    changed_model, changed_inputs = _perturbed(model, inputs, rng, step)
+    changed_model, changed_inputs = _perturbed(model, inputs, values, rng, step)
     try:
         return run(open_session(changed_model, optimised=False), changed_inputs)
     except Exception:  # noqa: BLE001 - those of ONNX Runtime have no other common class
@@ -184,17 +198,23 @@ def _has_half(model: ModelProto) -> bool:
     return typed or cast or held or any(tensor.data_type == half for tensor in model.graph.initializer)
 
 
-def _perturbed(model: ModelProto, inputs: Inputs, rng: np.random.Generator, step: float) -> tuple[ModelProto, Inputs]:
+def _perturbed(
+    model: ModelProto, inputs: Inputs, values: Inputs, rng: np.random.Generator, step: float
+) -> tuple[ModelProto, Inputs]:
     """Return model and inputs with floats changed by ``step`` of themselves, up or down.
 
-    Constants that are whole stay as they are: a power of -1 by nearly 2 is NaN.
+    ``values`` are those that nodes compute, which are changed, too: each operation rounds. Constants and values that
+    are whole stay as they are: a power of -1 by nearly 2 is NaN.
     """
+
+    def noise(array: np.ndarray) -> np.ndarray:
+        return 1 + step * rng.choice([-1.0, 1.0], array.shape)
 
     def changed(array: np.ndarray) -> np.ndarray:
         if array.dtype.kind != "f":
             return array
         with np.errstate(all="ignore"):
-            return np.asarray(array * (1 + step * rng.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
+            return np.asarray(array * noise(array)).astype(array.dtype)
 
     copy = ModelProto()
     copy.CopyFrom(model)
@@ -207,6 +227,17 @@ def _perturbed(model: ModelProto, inputs: Inputs, rng: np.random.Generator, step
             name = tensor.name
             array = numpy_helper.to_array(tensor)
             tensor.CopyFrom(numpy_helper.from_array(np.where(array % 1 == 0, array, changed(array)), name))
+    nodes = list(copy.graph.node)
+    del copy.graph.node[:]
+    for node in nodes:
+        copy.graph.node.append(node)
+        for position, name in enumerate(node.output):
+            if name in values and values[name].dtype.kind == "f":
+                with np.errstate(all="ignore"):
+                    factor = np.where(values[name] % 1 == 0, 1, noise(values[name])).astype(values[name].dtype)
+                copy.graph.initializer.append(numpy_helper.from_array(factor, f"{name}_noise"))
+                copy.graph.node[-1].output[position] = f"{name}_exact"
+                copy.graph.node.append(helper.make_node("Mul", [f"{name}_exact", f"{name}_noise"], [name]))
     return copy, {name: changed(array) for name, array in inputs.items()}
 
 

@@ -36,7 +36,7 @@ KINDS = ("input", "external", "embedded")
 def model_of(
     node: NodeProto, opset: int, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, str], outputs: Sequence[Tensor]
 ) -> bytes:
-    """The ONNX model of a kernel, as the compiler writes it."""
+    """Return the ONNX model of a kernel, as the compiler writes it."""
     model = ModelProto(ir_version=10)
     model.opset_import.append(OperatorSetIdProto(domain=node.domain, version=opset))
     graph = model.graph
@@ -75,7 +75,7 @@ def output(index: int, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def plan_of(
     node: NodeProto, opset: int, arrays: Mapping[str, np.ndarray], kinds: Mapping[str, str], outputs: Sequence[Tensor]
 ) -> Plan:
-    """A plan of the node alone; its inputs and initializers are the plan's weights."""
+    """Return a plan of the node alone; its inputs and initializers are the plan's weights."""
     parameters: list[Parameter] = []
     pointers: list[Pointer] = []
     weights: list[Weight] = []

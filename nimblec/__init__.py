@@ -193,7 +193,7 @@ def training_step(
     accumulate: int = 1,
     autocast: "torch.dtype | str | None" = None,
 ) -> "Mapping[str, tuple[Any, ...]]":
-    """The entries of a plan that trains a model, for `compile`: "train" and "evaluate", over one state.
+    """Return the entries of a plan that trains a model, for `compile`: "train" and "evaluate", over one state.
 
     >>> step = nimblec.training_step(model, torch.nn.functional.cross_entropy, optimizer, (images, labels))
     >>> with nimblert.load(nimblec.compile(step, target="cpu")) as exe:

@@ -30,7 +30,7 @@ class Compiled:
 
 
 def choose_target(choice: TargetChoice) -> tuple[Target, str]:
-    """The target to compile for, and why in a few words.
+    """Return the target to compile for, and why in a few words.
 
     Raises DeviceMismatchError if CUDA is requested and not available.
     """

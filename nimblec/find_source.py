@@ -20,7 +20,7 @@ TAKES = (
 
 
 def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dynamic_shapes: Any = None) -> Source:
-    """The source of ``model``; an ONNX model in memory is written to ``folder``.
+    """Return the source of ``model``; an ONNX model in memory is written to ``folder``.
 
     Raises ArgumentError for objects that are not models and for invalid example inputs, CompileError
     for a missing file.
@@ -53,7 +53,7 @@ def find_source(model: Any, example_inputs: Any, kwargs: Any, folder: Path, dyna
 
 
 def _entries(model: Any) -> Mapping[Any, Any] | None:
-    """The entries that a user gives as a dict, or as a function without parameters that returns one."""
+    """Return the entries that a user gives as a dict, or as a function without parameters that returns one."""
     if isinstance(model, FunctionType) and not inspect.signature(model).parameters:
         with user_code(f"{model.__name__}: cannot be called"):
             model = model()
@@ -91,7 +91,7 @@ def _importable(file: str, attribute: str) -> str:
 
 
 def _live(model: Any, example_inputs: Any, kwargs: Any) -> LiveModel:
-    """A callable that can be exported, with its arguments checked as far as possible without a run."""
+    """Return a callable that can be exported, with its arguments checked as far as possible without a run."""
     if isinstance(model, type):
         raise ArgumentError(f"the model is the class {model.__name__}: expected an instance of it")
     from nimblec.pytorch import objects  # imports torch, which the caller's model needs anyway

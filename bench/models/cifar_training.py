@@ -18,7 +18,7 @@ BATCHES = (2, 8, 32, 128)
 
 
 def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
-    """The model on the CPU, SGD with momentum, and a batch of images and labels; the same at each call."""
+    """Return the model on the CPU, SGD with momentum, and a batch of images and labels; the same at each call."""
     torch.manual_seed(0)
     if network == "small":
         model: nn.Module = nn.Sequential(
@@ -38,20 +38,20 @@ def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, t
 
 
 def split(name: str) -> tuple[str, int, str | None]:
-    """The network, the batch size and the dtype of autocast in a name; ValueError if it has another form."""
+    """Return the network, the batch size and the dtype of autocast in a name; ValueError if it has another form."""
     plain, autocast = (name.removesuffix("_bf16"), "bf16") if name.endswith("_bf16") else (name, None)
     network, _, batch = plain.rpartition("_batch_")
     return network, int(batch), autocast
 
 
 def step(network: str, batch: int, autocast: str | None) -> Any:
-    """The entries of a plan for a training step."""
+    """Return the entries of a plan for a training step."""
     model, optimizer, example = parts(network, batch)
     return nimblec.training_step(model, nn.functional.cross_entropy, optimizer, example, autocast=autocast)
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The step of this name, as a callable without arguments."""
+    """Return the step of this name, as a callable without arguments."""
     try:
         return partial(step, *split(name))
     except ValueError as exc:

@@ -1,10 +1,11 @@
 """DARTS (Liu et al., ICLR 2019, arXiv 1806.09055): the second-order cells, for ImageNet, random weights, batch 1."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from bench.models.batch_statistics import settled
-from bench.models.half import channels_last
+from bench.models.images import Model, channels_last, settled
 from bench.models.searched_cells import Cells, Genotype
 
 NORMAL = Genotype(
@@ -58,21 +59,21 @@ class DartsNetwork(nn.Module):
         return self.classifier(self.cells(x, self.second_stem(x)).mean((2, 3)))
 
 
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    return settled_on_others(DartsNetwork(NORMAL, REDUCTION))
-
-
-def settled_on_others(module: nn.Module) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """`settled` on images other than the returned example.
+def precisions(build: Callable[[], nn.Module]) -> tuple[Callable[[], Model], Callable[[], Model]]:
+    """Return the callables ``fp32`` and ``fp16`` (channels last) of a network, `settled` on other images.
 
     Cells end with batch norms, whose outputs have mean 0 on the images of their statistics: the classifier would read
     rounding errors.
     """
-    return settled(module, torch.randn(2, 3, 224, 224)), (torch.randn(1, 3, 224, 224),)
+
+    def fp32() -> Model:
+        return settled(build(), torch.randn(2, 3, 224, 224)), (torch.randn(1, 3, 224, 224),)
+
+    def fp16() -> Model:
+        module, (image,) = fp32()
+        return channels_last(module, image)
+
+    return fp32, fp16
 
 
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module, (image,) = fp32()
-    return channels_last(module, image)
+fp32, fp16 = precisions(lambda: DartsNetwork(NORMAL, REDUCTION))

@@ -1,17 +1,7 @@
-"""DenseNet-121 (torchvision), random weights, batch 1."""
+"""DenseNet-121 (torchvision), random weights."""
 
-import torch
 import torchvision
 
-from bench.models.half import channels_last
+from bench.models.images import precisions
 
-
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    return torchvision.models.densenet121().eval(), (torch.randn(1, 3, 224, 224),)
-
-
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module, (image,) = fp32()
-    return channels_last(module, image)
+fp32, fp16 = precisions(torchvision.models.densenet121)

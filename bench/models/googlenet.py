@@ -1,12 +1,9 @@
-"""GoogLeNet (torchvision), random weights, batch 1."""
+"""GoogLeNet (torchvision), random weights."""
 
-import torch
+from functools import partial
+
 import torchvision
 
-from bench.models.half import channels_last
+from bench.models.images import precisions
 
-
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module = torchvision.models.googlenet(init_weights=False, transform_input=False)
-    return channels_last(module.eval(), torch.randn(1, 3, 224, 224))
+fp32, fp16 = precisions(partial(torchvision.models.googlenet, init_weights=False, transform_input=False))

@@ -3,25 +3,18 @@
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-
-class _Logits(torch.nn.Module):
-    """The logits alone: a plan returns tensors."""
-
-    def __init__(self, model: GPT2LMHeadModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids, use_cache=False).logits
+from bench.models.images import Model
+from bench.models.texts import Outputs
 
 
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
+def fp32() -> Model:
+    """Return the network as eager PyTorch runs it."""
     config = GPT2Config()
-    return _Logits(GPT2LMHeadModel(config)).eval(), (torch.randint(0, config.vocab_size, (1, 64)),)
+    module = Outputs(GPT2LMHeadModel(config), "logits", use_cache=False)
+    return module.eval(), (torch.randint(0, config.vocab_size, (1, 64)),)
 
 
-def bf16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """bfloat16."""
+def bf16() -> Model:
+    """Return the network in bfloat16."""
     module, inputs = fp32()
     return module.bfloat16(), inputs

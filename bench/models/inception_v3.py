@@ -2,24 +2,11 @@
 
 from functools import partial
 
-import torch
 import torchvision
 
-from bench.models.batch_statistics import settled
-from bench.models.half import channels_last
+from bench.models.images import batches, precisions
 
-
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it, batch 1."""
-    module = torchvision.models.inception_v3(init_weights=False, transform_input=False)
-    image = torch.randn(1, 3, 299, 299)
-    return settled(module, image), (image,)
-
-
-def fp16(batch: int = 1) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module, _ = fp32()
-    return channels_last(module, torch.randn(batch, 3, 299, 299))
-
-
-fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))
+fp32, fp16 = precisions(
+    partial(torchvision.models.inception_v3, init_weights=False, transform_input=False), 299, settle=True
+)
+fp16_batch_4, fp16_batch_16, fp16_batch_64 = batches(fp16)

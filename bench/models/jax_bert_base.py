@@ -82,6 +82,3 @@ def fp16_cudnn_attention(batch: int = 1) -> Network:
     """Half precision, attention by cuDNN."""
     function, arrays = fp16(batch)
     return partial(function, attention="cudnn"), arrays
-
-
-fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

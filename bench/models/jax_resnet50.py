@@ -5,7 +5,6 @@ batch norms are folded into the convolutions, in float32 and ahead of time: torc
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -90,6 +89,3 @@ def fp16(batch: int = 1) -> Network:
     """Half precision."""
     function, arrays = fp32(batch)
     return function, jax.tree.map(lambda array: array.astype(np.float16), arrays)
-
-
-fp16_batch_4, fp16_batch_16, fp16_batch_64 = (partial(fp16, batch) for batch in (4, 16, 64))

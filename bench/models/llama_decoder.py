@@ -115,7 +115,7 @@ class Layer(nn.Module):
         return self.product(x + self.attention(self.before(x), position, turns, seen))
 
     def product(self, x: Tensor) -> Tensor:
-        """The gated product after attention."""
+        """Return the gated product after attention."""
         y = self.between(x)
         result: Tensor = x + self.down(silu(self.gate(y)) * self.up(y))
         return result
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         return self.ended(x)
 
     def begun(self, token: Tensor, position: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The token's row (1, 1, width), and the cosines and sines (1, head) of its angles."""
+        """Return the token's row (1, 1, width), and the cosines and sines (1, head) of its angles."""
         return self.tokens(token)[None], (self.cos[position], self.sin[position])
 
     def ended(self, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class GivenCache(nn.Module):
 
 
 def decoder(shape: Shape, dtype: torch.dtype) -> Decoder:
-    """The decoder, the same at each call."""
+    """Return the decoder, the same at each call."""
     with torch.device("meta"):
         made = Decoder(shape)
     made = made.to(dtype).to_empty(device="cpu").eval()
@@ -208,7 +208,7 @@ def decoder(shape: Shape, dtype: torch.dtype) -> Decoder:
 
 
 def step(shape: Shape, dtype: torch.dtype) -> Example:
-    """The decoder, a token and its position."""
+    """Return the decoder, a token and its position."""
     return decoder(shape, dtype), (torch.tensor([1]), torch.tensor([0]))
 
 

@@ -1,9 +1,9 @@
-"""MobileViT-S (timm), random weights, batch 1."""
+"""MobileViT-S (timm), random weights."""
+
+from functools import partial
 
 import timm
-import torch
 
+from bench.models.images import precisions
 
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    return timm.create_model("mobilevit_s").eval(), (torch.randn(1, 3, 256, 256),)
+fp32, fp16 = precisions(partial(timm.create_model, "mobilevit_s"), 256)

@@ -3,8 +3,7 @@
 import torch
 from timm.models.nasnet import NASNetALarge
 
-from bench.models.batch_statistics import settled
-from bench.models.half import channels_last
+from bench.models.images import precisions
 
 _LEFT_OUT = ("cell_4", "cell_5", "cell_10", "cell_11", "cell_16", "cell_17")
 
@@ -34,13 +33,4 @@ class NASNetAMobile(NASNetALarge):
         return self.act(now)
 
 
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    image = torch.randn(1, 3, 224, 224)
-    return settled(NASNetAMobile(), image), (image,)
-
-
-def fp16() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module, (image,) = fp32()
-    return channels_last(module, image)
+fp32, fp16 = precisions(NASNetAMobile, settle=True)

@@ -12,7 +12,7 @@ _SPREAD = 0.1
 
 
 def redrawn(spec: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """The network named ``package.module:callable`` with other weights, including those of its norms."""
+    """Return the network named ``package.module:callable`` with other weights, including those of its norms."""
     torch.manual_seed(_SEED)
     module, args, _ = import_callable(spec)
     with torch.no_grad():

@@ -49,14 +49,6 @@ def _dilated(size: int) -> Callable[[int, int], nn.Module]:
     return lambda channels, stride: _rectified(_depthwise(channels, size, stride, 2), _pointwise(channels, channels))
 
 
-def _flat(channels: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False)
-
-
-def _tall(channels: int, stride: int) -> nn.Conv2d:
-    return nn.Conv2d(channels, channels, (7, 1), (stride, 1), (3, 0), bias=False)
-
-
 OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "avg_pool_3x3": lambda _, stride: nn.AvgPool2d(3, stride, 1, count_include_pad=False),
     "max_pool_3x3": lambda _, stride: nn.MaxPool2d(3, stride, 1),
@@ -65,10 +57,10 @@ OPERATIONS: dict[str, Callable[[int, int], nn.Module]] = {
     "sep_conv_5x5": _separable(5),
     "sep_conv_7x7": _separable(7),
     "dil_conv_3x3": _dilated(3),
-    "conv_1x7_7x1": lambda channels, stride: nn.Sequential(
-        _rectified(_flat(channels, stride)), _rectified(_tall(channels, stride))
+    "conv_1x7_then_7x1": lambda channels, stride: _rectified(
+        nn.Conv2d(channels, channels, (1, 7), (1, stride), (0, 3), bias=False),
+        nn.Conv2d(channels, channels, (7, 1), (stride, 1), (3, 0), bias=False),
     ),
-    "conv_1x7_then_7x1": lambda channels, stride: _rectified(_flat(channels, stride), _tall(channels, stride)),
 }
 """Each takes channels and a stride, and returns a module with as many output channels.
 
@@ -117,7 +109,7 @@ class Cell(nn.Module):
         self.out_channels = channels * len(genotype.outputs)
 
     def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """The states that the cell returns, concatenated."""
+        """Return the states that the cell returns, concatenated."""
         states = [self.first(first), self.second(second)]
         edges = iter(zip(self.operations, self._reads, strict=True))
         for (left, of_left), (right, of_right) in zip(edges, edges, strict=True):
@@ -141,7 +133,7 @@ class Cells(nn.ModuleList):
         self.out_channels = now
 
     def forward(self, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-        """The output of the last cell."""
+        """Return the output of the last cell."""
         for cell in self:
             before, now = now, cell(before, now)
         return now

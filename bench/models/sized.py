@@ -1,16 +1,13 @@
-"""Networks with one dynamic dimension, random weights; each callable returns a `Sized`.
-
-"rows" and "tokens" are small networks in float32 for tests, without other libraries.
-"""
+"""Networks with one dynamic dimension, random weights; each callable returns a `Sized`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.models.half import channels_last
+from bench.models.images import channels_last
+from bench.models.texts import Outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +25,7 @@ class Sized:
     pad_masks: tuple[str, ...] = ()
 
     def export(self) -> tuple[torch.export.ExportedProgram, str]:
-        """The exported module, and torch's name of its dimension."""
+        """Return the exported module, and torch's name of its dimension."""
         dim = torch.export.Dim("size", min=1, max=self.largest)
         shapes = tuple({self.axis: dim} for _ in self.args)
         with torch.no_grad():
@@ -59,53 +56,18 @@ def resnet50() -> Sized:
     return Sized(module=module, args=args, axis=0, largest=64, bounds={})
 
 
-class _Masked(nn.Module):
-    """The last hidden state and the pooled one of masked tokens."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        out: Any = self.model(input_ids, attention_mask)
-        return out.last_hidden_state, out.pooler_output
-
-
 def bert_base(layers: int = 12) -> Sized:
     """BERT-base (transformers) in half precision: any length up to 512."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(num_hidden_layers=layers)
-    return _of_tokens(_Masked(BertModel(config)).eval().half(), config.vocab_size, 512)
+    return of_tokens(
+        Outputs(BertModel(config), "last_hidden_state", "pooler_output").eval().half(), config.vocab_size, 512
+    )
 
 
-def rows() -> Sized:
-    """A convolutional network of images: any batch up to 16."""
-    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-    return Sized(module=module.eval(), args=(torch.randn(2, 3, 16, 16),), axis=0, largest=16, bounds={})
-
-
-class _Tokens(nn.Module):
-    """The features of each token plus their mean under the mask, and that mean."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.tanh(self.inner(self.embedding(input_ids)))
-        weights = attention_mask.to(x.dtype)[..., None]
-        mean = (x * weights).sum(1) / weights.sum(1)
-        return x + mean[:, None], mean
-
-
-def tokens() -> Sized:
-    """An encoder of masked tokens: any length up to 32."""
-    return _of_tokens(_Tokens(100, 16).eval(), 100, 32)
-
-
-def _of_tokens(module: nn.Module, vocabulary: int, largest: int) -> Sized:
+def of_tokens(module: nn.Module, vocabulary: int, largest: int) -> Sized:
+    """Return an encoder of masked tokens: any length up to ``largest``."""
     ids = torch.randint(vocabulary, (1, largest // 4))
     return Sized(
         module=module,

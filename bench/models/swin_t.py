@@ -1,9 +1,7 @@
-"""Swin-T (torchvision), random weights, batch 1."""
+"""Swin-T (torchvision), random weights."""
 
-import torch
 import torchvision
 
+from bench.models.images import precisions
 
-def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    return torchvision.models.swin_t().eval(), (torch.randn(1, 3, 224, 224),)
+fp32, fp16 = precisions(torchvision.models.swin_t)

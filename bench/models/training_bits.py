@@ -135,7 +135,7 @@ def make_deterministic() -> None:
 
 
 def parts(network: str) -> tuple[nn.Module, Callable[[int], Batch]]:
-    """The model on the CPU, the same at each call, and a function from numbers to batches."""
+    """Return the model on the CPU, the same at each call, and a function from numbers to batches."""
     torch.manual_seed(0)
     model, batch = NETWORKS[network][0]()
     return model.train(), lambda number: batch(torch.Generator().manual_seed(number))
@@ -151,7 +151,7 @@ def optimizer(network: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(network: str, *, deterministic: bool) -> Any:
-    """The entries of a plan for a training step."""
+    """Return the entries of a plan for a training step."""
     if deterministic:
         make_deterministic()
     model, batch = parts(network)
@@ -159,7 +159,7 @@ def step(network: str, *, deterministic: bool) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The step of this name, as a callable without arguments."""
+    """Return the step of this name, as a callable without arguments."""
     for suffix in (_DETERMINISTIC, _DEFAULT):
         if name.endswith(suffix) and name.removesuffix(suffix) in NETWORKS:
             return partial(step, name.removesuffix(suffix), deterministic=suffix == _DETERMINISTIC)

@@ -17,7 +17,7 @@ class TwoTowers(nn.Module):
         self.text = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, image: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The similarity of an image and a text, shape (1, 1)."""
+        """Return the similarity of an image and a text, shape (1, 1)."""
         return self.image(image) @ self.text(self.tokens(tokens)).mean(1).T
 
 

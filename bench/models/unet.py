@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bench.models.half import channels_last
+from bench.models.images import precisions
 
 _WIDTHS = (64, 128, 256, 512, 1024)
 
@@ -38,12 +38,4 @@ class UNet(nn.Module):
         return self.classify(x)
 
 
-def fp32() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
-    return UNet().eval(), (torch.randn(1, 3, 256, 256),)
-
-
-def fp16() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision, channels last."""
-    module, (image,) = fp32()
-    return channels_last(module, image)
+fp32, fp16 = precisions(UNet, 256)

@@ -61,7 +61,7 @@ def _repeat(draft: Draft, first: int) -> None:
 
 
 def _glue(draft: Draft, x: str) -> str:
-    """One or two operations of one operand, of the dtype and shape of ``x`` for the most part."""
+    """Return one or two operations of one operand, of the dtype and shape of ``x`` for the most part."""
     for _ in range(draft.any_of(1, 1, 2)):
         found = draft.find_type(x)
         if found is None:

@@ -172,7 +172,7 @@ def hard_activations(d: Draft) -> str:
 
 
 def gelu(d: Draft) -> str:
-    """The exact GELU by nodes, in both of its orders, at times after a bias."""
+    """Return the exact GELU by nodes, in both of its orders, at times after a bias."""
     dtype = d.choose("float32", "float16", "float64")
     x = _biased(d, dtype)
     root = d.choose(math.sqrt(2), 1.5, 1.41421)
@@ -293,7 +293,7 @@ def constants(d: Draft) -> str:
 
 
 def branches(d: Draft) -> str:
-    """An If whose condition varies or not, with a pattern in a branch."""
+    """Return an If whose condition varies or not, with a pattern in a branch."""
     x = d.take("float32", rank=2)
     condition = d.constant(d.any_of(True, False), "bool") if d.chance(0.6) else d.input("bool", ())
     number = len(d.nodes)

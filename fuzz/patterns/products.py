@@ -11,7 +11,7 @@ _FLOATS = ("float32", "float16", "float64")
 
 
 def activation(d: Draft, x: str, dtype: str = "float32") -> str:
-    """An activation that may be fused into what is before it, or none."""
+    """Return an activation that may be fused into what is before it, or none."""
     form = d.rng.randrange(9)
     if form == 0:
         return d.node("Clip", x, d.fixed(d.choose(0, -1), dtype), d.fixed(d.any_of(6, 1), dtype))
@@ -197,7 +197,7 @@ def _masked(d: Draft, scores: str, sizes: tuple[int, int, int], dtype: str, form
 
 
 def convolution(d: Draft) -> str:
-    """A convolution with Pad before it, and Add, Mul, norm, activation, residual and pooling after it."""
+    """Return a convolution with Pad before it, and Add, Mul, norm, activation, residual and pooling after it."""
     dims = d.any_of(2, 2, 2, 1, 3)
     groups = d.choose(1, 2)
     inside, outside = d.any_of(2, 4, 8, 16), d.any_of(2, 4, 8, 16)
@@ -249,7 +249,7 @@ def _with_residual(d: Draft, y: str) -> str:
 
 
 def _after_convolution(d: Draft, y: str, channels: int, dims: int) -> str:
-    """One to three operations that optimisers fuse into a convolution, or that look like them."""
+    """Return one to three operations that optimisers fuse into a convolution, or that look like them."""
     ones = [1] * dims
     for _ in range(d.any_of(1, 2, 2, 3)):
         form = d.rng.randrange(8)

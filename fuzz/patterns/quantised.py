@@ -48,7 +48,7 @@ def _dtype(d: Draft) -> str:
 
 
 def _operand(d: Draft, dtype: str, **wanted: Any) -> tuple[str, Scheme]:
-    """A dequantised operand and its scheme: from a quantised input, or from one that is quantised here."""
+    """Return a dequantised operand and its scheme: from a quantised input, or from one that is quantised here."""
     scheme = Scheme(d, dtype)
     if d.chance(0.15):
         shape = wanted.get("shape") or d.shape(wanted["rank"])
@@ -57,12 +57,12 @@ def _operand(d: Draft, dtype: str, **wanted: Any) -> tuple[str, Scheme]:
 
 
 def _shared(scheme: Scheme, d: Draft, dtype: str) -> Scheme:
-    """The same scheme, or boldly another."""
+    """Return the same scheme, or boldly another."""
     return scheme if not d.boldly() else Scheme(d, dtype)
 
 
 def qdq_unary(d: Draft) -> str:
-    """An operator of one operand between pairs."""
+    """Return an operator of one operand between pairs."""
     dtype = _dtype(d)
     x, scheme = _operand(d, dtype, shape=(1, 4, 4, 6))
     makers: list[Callable[[], str]] = [
@@ -110,7 +110,7 @@ def qdq_unary(d: Draft) -> str:
 
 
 def qdq_binary(d: Draft) -> str:
-    """An operator of several operands between pairs."""
+    """Return an operator of several operands between pairs."""
     dtype = _dtype(d)
     shape = d.shape(d.any_of(2, 3))
     x, scheme = _operand(d, dtype, shape=shape)
@@ -140,7 +140,7 @@ def qdq_binary(d: Draft) -> str:
 
 
 def _weight(d: Draft, shape: Shape, dtype: str, axis: int) -> tuple[str, float | np.ndarray]:
-    """A dequantised constant weight, and its scales."""
+    """Return a dequantised constant weight, and its scales."""
     per_channel = d.chance(0.5)
     scales: Any = np.float32(d.any_of(0.01, 0.02))
     if per_channel:
@@ -157,7 +157,7 @@ def _weight(d: Draft, shape: Shape, dtype: str, axis: int) -> tuple[str, float |
 
 
 def _bias(d: Draft, size: int, x_scale: float, scales: Any) -> str:
-    """A bias in int32, whose scale is the product of the two or not, or a bias in float32."""
+    """Return a bias in int32, whose scale is the product of the two or not, or a bias in float32."""
     if d.chance(0.2):
         return d.weights((size,))
     factor = d.choose(1.0, 8.0, 0.5)
@@ -234,7 +234,7 @@ def weight_only(d: Draft) -> str:
 
 
 def _packed(d: Draft, dtype: str, values: np.ndarray) -> str:
-    """A constant of any integer type, also of 4 bits."""
+    """Return a constant of any integer type, also of 4 bits."""
     if dtype not in {"int4", "uint4"}:
         return d.fixed(values, dtype)
     kind = TensorProto.INT4 if dtype == "int4" else TensorProto.UINT4

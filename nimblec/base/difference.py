@@ -21,11 +21,11 @@ class Difference:
     exact: bool
 
     def within(self, tolerance: float) -> bool:
-        """Whether the relative difference is at most ``tolerance``; integers and bools must be equal."""
+        """Return whether the relative difference is at most ``tolerance``; integers and bools must be equal."""
         return self.absolute == 0 or (not self.exact and self.relative <= tolerance)
 
     def __str__(self) -> str:
-        """Both figures, or "equal"."""
+        """Return both figures, or "equal"."""
         if self.absolute == 0:
             return "equal"
         return f"largest difference {self.absolute:.3g}, {self.relative:.2g} of the largest magnitude"
@@ -65,7 +65,7 @@ def relative_gaps(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 
 def same_numbers(expected: np.ndarray, found: np.ndarray, tolerance: float) -> bool:
-    """Whether two arrays of one dtype and size hold the same numbers, floats perhaps in another order.
+    """Return whether two arrays of one dtype and size hold the same numbers, floats perhaps in another order.
 
     So another memory layout of the same tensor is recognised, whatever it is.
     """
@@ -77,6 +77,6 @@ def same_numbers(expected: np.ndarray, found: np.ndarray, tolerance: float) -> b
 
 
 def numbers(array: np.ndarray) -> np.ndarray:
-    """The floats of an array as float64, flat; of complex numbers both parts in turn."""
+    """Return the floats of an array as float64, flat; of complex numbers both parts in turn."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return (flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat).astype(np.float64)

@@ -60,14 +60,14 @@ def user_code(what: str, *also: type[BaseException]) -> Iterator[None]:
 
 
 def users_line(exc: BaseException) -> str:
-    """The innermost line of the user's own code in a traceback, as "line 7 of model.py"; "" if there is none."""
+    """Return the innermost line of the user's own code in a traceback, as "line 7 of model.py"; "" if there is none."""
     frames = traceback.extract_tb(exc.__traceback__)
     places = [(frame.lineno, frame.filename) for frame in frames if not _is_frameworks(frame.filename)]
     return f"line {places[-1][0]} of {places[-1][1]}" if places else ""
 
 
 def _is_frameworks(file: str) -> bool:
-    """Whether a file belongs to nimblec, a framework or Python."""
+    """Return whether a file belongs to nimblec, a framework or Python."""
     modules = (sys.modules.get(name) for name in ("nimblec", "torch", "onnx", "onnx_ir", "onnxscript", "sympy"))
     roots = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in modules if module and module.__file__)
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
@@ -89,14 +89,14 @@ def unforeseen() -> Iterator[None]:
 
 
 def described(exc: BaseException) -> str:
-    """An unexpected error in one sentence: the last line of its traceback, and where it was raised."""
+    """Return an unexpected error in one sentence: the last line of its traceback, and where it was raised."""
     (*_, frame) = traceback.extract_tb(exc.__traceback__)
     said = f": {first_line(exc)}" if str(exc) else ""
     return f"{type(exc).__name__}{said} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def root_cause(exc: BaseException) -> BaseException:
-    """The first error of a chain of causes."""
+    """Return the first error of a chain of causes."""
     while exc.__cause__ is not None:
         exc = exc.__cause__
     return exc
@@ -109,14 +109,14 @@ def forget_locals(exc: BaseException) -> None:
 
 
 def _chain(exc: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or while handling."""
+    """Yield an error, and those that it was raised from or while handling."""
     while exc is not None:
         yield exc
         exc = exc.__cause__ or exc.__context__
 
 
 def data_dependent(operator: str) -> str:
-    """The refusal of an operator whose result, or its size, decides what runs next."""
+    """Return the refusal of an operator whose result, or its size, decides what runs next."""
     return (
         f"{operator}: its result decides what runs next, and a plan is static: "
         "take data-dependent sizes and .item() out of the model"
@@ -124,12 +124,12 @@ def data_dependent(operator: str) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """The first line of an error's message: frameworks append advice and stacks."""
+    """Return the first line of an error's message: frameworks append advice and stacks."""
     return str(exc).strip().split("\n", 1)[0]
 
 
 def missing_package(exc: ModuleNotFoundError) -> MissingPackageError | None:
-    """The error for a failed import; None if no extra of nimblec installs that module."""
+    """Return the error for a failed import; None if no extra of nimblec installs that module."""
     name = (exc.name or "").partition(".")[0]
     if name not in EXTRAS:
         return None

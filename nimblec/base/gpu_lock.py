@@ -54,7 +54,7 @@ def timing_alone() -> Iterator[None]:
 
 
 def _folder() -> Path | None:
-    """The user's cache folder; None where the home folder is not known."""
+    """Return the user's cache folder; None where the home folder is not known."""
     try:
         return Path.home() / ".cache" / "nimblec"
     except RuntimeError:
@@ -63,7 +63,7 @@ def _folder() -> Path | None:
 
 @cache
 def _gpu() -> str:
-    """The GPU's bus address, which is the same in all processes."""
+    """Return the GPU's bus address, which is the same in all processes."""
     found: bytes = call("cuDeviceGetPCIBusId", 16, call("cuDeviceGet", 0))
     return found.split(b"\0")[0].decode().replace(":", ".")
 

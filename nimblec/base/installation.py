@@ -11,12 +11,12 @@ VERSION = "0.1.0"
 
 
 def package_folders() -> tuple[Path, Path]:
-    """The folders of nimblec and nimblert."""
+    """Return the folders of nimblec and nimblert."""
     return Path(__file__).parent.parent, Path(next(iter(nimblert.__path__)))
 
 
 def processor() -> str:
-    """The CPU's name and the number of usable processors: the machine that measured times are for."""
+    """Return the CPU's name and the number of usable processors: the machine that measured times are for."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{(*names, platform.machine())[0]} x {processor_count()}"
@@ -28,7 +28,7 @@ def processor_count() -> int:
 
 
 def module_command(name: str, *arguments: str) -> list[str]:
-    """The command that runs the module ``name`` in this Python, with what `environment` makes importable.
+    """Return the command that runs the module ``name`` in this Python, with what `environment` makes importable.
 
     ``-P`` keeps the current folder off the path, so that files beside a model are not run.
     """

@@ -112,7 +112,7 @@ class Task:
 
     ``programmatic_after`` is the task (a lower index) from which this one was captured with a
     programmatic edge: it may start before the preceding launch has ended, and waits for it itself.
-    None if it may not.
+    None if it may not. ``joined`` is the number of tasks that this one was joined of, whose ops follow its own.
     """
 
     op: int
@@ -121,6 +121,7 @@ class Task:
     writes: tuple[Access, ...]
     programmatic_after: int | None = None
     duration_ns: int = 0
+    joined: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +223,6 @@ ProgramKey: TypeAlias = tuple[str, Profile]
 
 
 def program_name(entry: str, profile: Profile) -> str:
-    """The name of the program of an entry for a profile."""
+    """Return the name of the program of an entry for a profile."""
     sizes = ",".join(f"{name}={size}" for name, size in profile)
     return f"{entry}[{sizes}]" if sizes else entry

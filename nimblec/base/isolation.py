@@ -11,7 +11,7 @@ _ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]  # noqa: PTH100 - pathlib
 
 
 def _is_the_program() -> bool:
-    """Whether this is ``python -m nimblec ...``: while Python looks for the module, it is named "-m"."""
+    """Return whether this is ``python -m nimblec ...``: while Python looks for the module, it is named "-m"."""
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "nimblec"
 
 

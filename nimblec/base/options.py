@@ -105,7 +105,7 @@ class Options:
         return tuple(tuple(zip(names, chosen, strict=True)) for chosen in product(*(sizes for _, sizes in self.sizes)))
 
     def at(self, profile: Profile) -> "Options":
-        """The options of one of the `profiles`."""
+        """Return the options of one of the `profiles`."""
         return replace(self, dims=(*self.dims, *profile), sizes=(), pad_masks=())
 
 
@@ -161,7 +161,7 @@ def read_spec(text: str) -> InputSpec | NamedInput:
 
 
 def read_size(value: int | str) -> int:
-    """The size of a dimension, which a plan holds in 63 bits."""
+    """Return the size of a dimension, which a plan holds in 63 bits."""
     if not (is_integer(value) or (isinstance(value, str) and _SIZE.fullmatch(value))):
         raise ArgumentError(f"{shortened(value)}, expected a size such as 4")
     size = int(value)
@@ -195,7 +195,7 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 
 def read_streams(value: int | str) -> str:
-    """The policy, as `Options.streams` takes it."""
+    """Return the policy, as `Options.streams` takes it."""
     text = str(value) if is_integer(value) else value
     if not isinstance(text, str) or not _STREAMS.fullmatch(text):
         raise ArgumentError(f"{shortened(value)}, expected auto, max, or a number of streams from 1")
@@ -203,7 +203,7 @@ def read_streams(value: int | str) -> str:
 
 
 def read_nbytes(value: int | str) -> int:
-    """The number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
+    """Return the number of bytes; units are decimal (kB, MB, GB) or binary (KiB, MiB, GiB)."""
     text = str(value).strip() if isinstance(value, str) or is_integer(value) else ""
     found = _NBYTES.fullmatch(text)
     if found is None:
@@ -250,7 +250,7 @@ _NBYTES = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>|b|[km
 
 
 def _shape(shape: Any) -> tuple[int | str, ...]:
-    """A shape as the command line writes it, or a sequence of sizes and names."""
+    """Return a shape as the command line writes it, or a sequence of sizes and names."""
     if isinstance(shape, str):
         separator = "," if "," in shape else "x"
         return () if shape in {"", "scalar"} else tuple(map(_dimension, shape.removesuffix(",").split(separator)))
@@ -260,7 +260,7 @@ def _shape(shape: Any) -> tuple[int | str, ...]:
 
 
 def _dimension(value: Any) -> int | str:
-    """The size of a dimension, or its name."""
+    """Return the size of a dimension, or its name."""
     if isinstance(value, str) and _DIMENSION.fullmatch(value):
         return value
     try:
@@ -322,7 +322,7 @@ def _read_examples(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
 
 
 def sample_range(name: str, example: np.ndarray) -> tuple[int, int] | None:
-    """The range of an integer input's example, which bounds integers drawn later.
+    """Return the range of an integer input's example, which bounds integers drawn later.
 
     A plan holds it as int64: integers that are larger are not drawn. Raises CompileError where all are.
     """
@@ -348,7 +348,7 @@ def _array(name: str, example: Any) -> np.ndarray:
 
 
 def _named(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a mapping, or pairs as the command line gives them, where a name may stand twice."""
+    """Yield the items of a mapping, or pairs as the command line gives them, where a name may stand twice."""
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(f"{shortened(value)}, expected a dict by name")

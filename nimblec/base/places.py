@@ -42,12 +42,12 @@ class Place(NamedTuple):
 
 
 def places(source: str) -> tuple[Place, ...]:
-    """The places that a source names, one at least."""
+    """Return the places that a source names, one at least."""
     return tuple(map(_place, source.split(_AND)))
 
 
 def joined(sources: Iterable[str], own: str = "") -> str:
-    """The source of an op that replaces ops of these ``sources``.
+    """Return the source of an op that replaces ops of these ``sources``.
 
     An op of an ONNX node keeps its ``own`` source, by which its value can be compared with the model's.
     """
@@ -73,6 +73,6 @@ def _phases(found: Iterable[Place]) -> list[Phase]:
 
 
 def _holding(layers: Iterable[str]) -> str:
-    """The path of the innermost module that holds all of these."""
+    """Return the path of the innermost module that holds all of these."""
     levels = zip(*(layer.split(".") for layer in layers), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, levels))

@@ -87,7 +87,7 @@ CONSTANT = Parsed("NAME=VALUE", _read_constant)
 
 
 def read_arrays(given: Iterable[tuple[str, Path | np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays of ``NAME=FILE.npy`` and ``NAME=VALUE`` options by name, each given once."""
+    """Return the arrays of ``NAME=FILE.npy`` and ``NAME=VALUE`` options by name, each given once."""
     arrays: dict[str, np.ndarray] = {}
     for name, array in given:
         if name in arrays:
@@ -101,7 +101,7 @@ _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, OverflowError, Memory
 
 
 def read_array(path: Path) -> np.ndarray:
-    """The array in an .npy file; OSError if it cannot be read, InputError if it is something else."""
+    """Return the array in an .npy file; OSError if it cannot be read, InputError if it is something else."""
     if path.exists() and not path.is_file():  # reading a pipe may never end
         raise InputError(f"{path}: is not a regular file, expected an .npy file")
     try:
@@ -120,7 +120,7 @@ def restore_dtype(array: np.ndarray, tensor: Tensor) -> np.ndarray:
 
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
-    """A file name for each tensor name: letters, digits, ``.``, ``_`` and ``-``, no two the same."""
+    """Return a file name for each tensor name: letters, digits, ``.``, ``_`` and ``-``, no two the same."""
     taken: set[str] = set()
     chosen: dict[str, str] = {}
     for name in names:

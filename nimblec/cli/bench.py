@@ -14,7 +14,7 @@ from nimblec.cli.command import OWN_PROCESS, Command
 from nimblec.cli.console import echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
-from nimblert.executable import load
+from nimblert.executable import Executable, load
 from nimblert.telemetry import CommandTime
 
 LONGEST_S = 86_400
@@ -98,14 +98,7 @@ def bench_plan(
     with load(plan, threads=cpu_threads) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed, dims)
-        taken: list[Context] = [executable, *(executable.context() for _ in range(contexts - 1))]
-        for context in taken:  # refuses inputs that do not fit, and leaves them in place
-            context.run(inputs, entry=chosen.name)
-        once: Callable[[Context], object] = Context.replay if replay else partial(_run, inputs, chosen.name)
-        if contexts == threads:
-            calls: list[Callable[[], object]] = [partial(once, context) for context in taken]
-        else:
-            calls = [measure.taking_turns(taken, once)] * threads
+        calls = _calls(executable, inputs, chosen.name, contexts=contexts, threads=threads, replay=replay)
         with StageProgress(verbose=False, quiet=False) as progress:
             progress(f"measure for {duration:g} s", None)
             try:
@@ -133,8 +126,34 @@ def bench_plan(
                 console.print(report.profiled(commands))
 
 
+def _calls(
+    executable: Executable,
+    inputs: Mapping[str, np.ndarray],
+    entry: str,
+    *,
+    contexts: int,
+    threads: int,
+    replay: bool,
+) -> list[Callable[[], object]]:
+    """Return the call of each thread. Raises InputError for inputs that do not fit."""
+    taken: list[Context] = [executable, *(executable.context() for _ in range(contexts - 1))]
+    for context in taken:
+        # The first run also leaves the inputs in place for replays.
+        context.run(inputs, entry=entry)
+
+    def once(context: Context) -> None:
+        if replay:
+            context.replay()
+        else:
+            context.run(inputs, entry=entry)
+
+    if contexts == threads:
+        return [partial(once, context) for context in taken]
+    return [measure.taking_turns(taken, once)] * threads
+
+
 def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
-    """The measurement, for --json."""
+    """Return the measurement, for --json."""
     return {
         "runs": measured.latencies.size,
         "seconds": measured.seconds,
@@ -142,7 +161,3 @@ def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> di
         "latency": measured.summary(),
         "commands": [asdict(command) for command in commands],
     }
-
-
-def _run(inputs: Mapping[str, np.ndarray], entry: str, context: Context) -> object:
-    return context.run(inputs, entry=entry)

@@ -52,7 +52,7 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 
 def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:
-    """The message for the user; None if a module is missing that no extra of nimblec installs."""
+    """Return the message for the user; None if a module is missing that no extra of nimblec installs."""
     if isinstance(exc, ModuleNotFoundError):
         missing = missing_package(exc)
         return str(missing) if missing else None
@@ -79,7 +79,7 @@ class Group(click.Group):
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands, in the order in which they were added."""
+        """Return the names of the commands, in the order in which they were added."""
         del ctx
         return list(self.commands)
 

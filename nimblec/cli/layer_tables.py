@@ -16,7 +16,7 @@ _NUMBERS = tuple(field.name for field in fields(Share))
 
 
 def tables(facts: Json) -> Iterator[Table]:
-    """A table for each program whose ops name their layers, from `inspection.describe`."""
+    """Yield a table for each program whose ops name their layers, from `inspection.describe`."""
     for program in facts["programs"]:
         if program["layers"]:
             yield _table(program)

@@ -58,7 +58,7 @@ dim_option = click.option(
 def inputs(
     entry: Entry, given: Mapping[str, np.ndarray], seed: int, dims: Sequence[tuple[str, int]] = ()
 ) -> dict[str, np.ndarray]:
-    """Every input of an entry: those ``given`` by name, the others drawn from a seed.
+    """Return every input of an entry: those ``given`` by name, the others drawn from a seed.
 
     Their sizes are ``dims``, else those of the given ones.
     """

@@ -128,7 +128,7 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
 
 
 def slowest(profiles: Sequence[Sequence[CommandTime]]) -> list[CommandTime]:
-    """The commands of several profiles of one program, each with its median time, the slowest first."""
+    """Return the commands of several profiles of one program, each with its median time, the slowest first."""
     medians = np.median([[time.nanoseconds for time in profile] for profile in profiles], axis=0)
     commands = [replace(time, nanoseconds=round(ns)) for time, ns in zip(profiles[0], medians, strict=True)]
     return sorted(commands, key=lambda time: -time.nanoseconds)

@@ -37,18 +37,18 @@ class _Canvas:
     margin: int
 
     def overlaps(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Each column that the span touches, with how much of it, in parts of ``duration_ns``."""
+        """Yield each column that the span touches, with how much of it, in parts of ``duration_ns``."""
         start, end = span.start_ns * self.columns, span.end_ns * self.columns
         for column in range(start // self.duration_ns, -(-end // self.duration_ns)):
             low = column * self.duration_ns
             yield column, min(end, low + self.duration_ns) - max(start, low)
 
     def first(self, span: Span) -> int:
-        """The column in which the span starts."""
+        """Return the column in which the span starts."""
         return span.start_ns * self.columns // self.duration_ns
 
     def last(self, span: Span) -> int:
-        """The column in which the span ends."""
+        """Return the column in which the span ends."""
         return -(-span.end_ns * self.columns // self.duration_ns) - 1
 
 
@@ -69,7 +69,7 @@ def picture(program: Program, *, width: int) -> list[RenderableType]:
 
 
 def _time(nanoseconds: float, times: Timeline) -> str:
-    """A time, or a number of commands where no durations were measured."""
+    """Return a time, or a number of commands where no durations were measured."""
     return seconds_text(nanoseconds / 1e9) if times.measured else f"{round(nanoseconds / UNIT_NS, 2):g}"
 
 
@@ -94,7 +94,7 @@ def _heading(program: Program, times: Timeline) -> Iterator[Text]:
 
 
 def _letters(program: Program, times: Timeline) -> dict[str, str]:
-    """A lower-case letter for each kind of work, those that take most time first, `OTHER` for the last."""
+    """Return a lower-case letter for each kind of work, those that take most time first, `OTHER` for the last."""
     spent: Counter[str] = Counter()
     for span in times.spans:
         spent[kind(program, span.work)] += span.duration_ns
@@ -123,7 +123,7 @@ def _axis(canvas: _Canvas, times: Timeline) -> Text:
 
 
 def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[str, str], stream: int) -> Text:
-    """The blocks of a stream: a capital where each starts. A column shows the span that has most of it."""
+    """Return the blocks of a stream: a capital where each starts. A column shows the span that has most of it."""
     owners = [(0, -1)] * canvas.columns  # (share of the column, index of the span; -1 for none)
     busy = 0
     for index, span in enumerate(times.spans):
@@ -181,7 +181,7 @@ def _signs(times: Timeline, canvas: _Canvas) -> Text:
 
 
 def _legend(program: Program, times: Timeline, letters: Mapping[str, str]) -> Table:
-    """The meaning of the letters, with the time of each kind of work on all streams together."""
+    """Return the meaning of the letters, with the time of each kind of work on all streams together."""
     count: Counter[str] = Counter()
     spent: Counter[str] = Counter()
     critical: Counter[str] = Counter()
@@ -208,7 +208,7 @@ def _legend(program: Program, times: Timeline, letters: Mapping[str, str]) -> Ta
 
 
 def _events(program: Program, times: Timeline) -> Sequence[Table]:
-    """The waits between streams, in their order."""
+    """Return the waits between streams, in their order."""
     if not times.handovers:
         return ()
     made = table("Events", "event", "after", "ends", "before", "starts", right=("event", "ends", "starts"))

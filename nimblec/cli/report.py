@@ -51,7 +51,7 @@ class SafeConsole(Console):
 
 
 def nbytes_text(nbytes: int) -> str:
-    """A size in decimal units: 640 B, 66.5 kB, 1.2 GB."""
+    """Return a size in decimal units: 640 B, 66.5 kB, 1.2 GB."""
     size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.95 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -59,7 +59,7 @@ def nbytes_text(nbytes: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration with three digits: 1.25 s, 4.31 ms, 66.3 us."""
+    """Return a duration with three digits: 1.25 s, 4.31 ms, 66.3 us."""
     scales = (("s", 1), ("ms", 1e3), ("us", 1e6))
     unit, scale = next((pair for pair in scales if seconds * pair[1] >= 1), scales[-1])
     value = seconds * scale
@@ -68,7 +68,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table; the columns named in ``right`` are aligned to the right."""
+    """Return an empty table; the columns named in ``right`` are aligned to the right."""
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -76,7 +76,7 @@ def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: int) -> Table:
-    """The result of a compilation, and where its time went."""
+    """Return the result of a compilation, and where its time went."""
     launches = sum(command_counts(program)["launch"] for program in plan.programs)
     size = sizes(plan, file_nbytes=file_nbytes)
     made = table("", "plan", "value", right=("value",))
@@ -94,7 +94,7 @@ def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: in
 
 
 def inspected(facts: Json) -> list[Table]:
-    """The tables of `nimblec inspect`, from `inspection.describe`."""
+    """Return the tables of `nimblec inspect`, from `inspection.describe`."""
     return [
         _origin(facts),
         _sizes(facts),
@@ -122,7 +122,7 @@ def _origin(facts: Json) -> Table:
 
 
 def _profiles(facts: Json) -> list[Table]:
-    """The sizes of named dimensions, if there are any."""
+    """Return the sizes of named dimensions, if there are any."""
     made = table("Dimensions", "entry", "dimension", "sizes", "other sizes")
     found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for program in facts["programs"]:
@@ -263,7 +263,7 @@ def _state_name(row: Json) -> str:
 
 
 def _uses(uses: dict[str, str]) -> str:
-    """The effect of a run on a tensor of the state; by program where they differ."""
+    """Return the effect of a run on a tensor of the state; by program where they differ."""
     said = {"in place": "writes it in place", "copied": "makes it anew and copies it", "read": "reads it"}
     if len(set(uses.values())) == 1:
         return said[next(iter(uses.values()))]
@@ -271,7 +271,7 @@ def _uses(uses: dict[str, str]) -> str:
 
 
 def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "--json lists all") -> Table:
-    """The table with its first rows and a line about the others: ``rest`` says where to find them."""
+    """Return the table with its first rows and a line about the others: ``rest`` says where to find them."""
     for row in rows[:ROWS]:
         made.add_row(*row)
     if len(rows) > ROWS:
@@ -280,7 +280,7 @@ def capped(made: Table, rows: Sequence[tuple[str | Text, ...]], *, rest: str = "
 
 
 def outputs(arrays: dict[str, np.ndarray], digests: dict[str, bytes]) -> Table:
-    """The outputs of a run: types, the first 6 bytes of each digest, and the values of small ones."""
+    """Return the outputs of a run: types, the first 6 bytes of each digest, and the values of small ones."""
     made = table("", "output", "type", "sha256", "values")
     for name, array in arrays.items():
         made.add_row(name, shape_text(array.dtype.name, array.shape), digests[name][:6].hex(), _values(array))
@@ -311,7 +311,7 @@ def measured(measurement: Measurement) -> Table:
 
 
 def profiled(commands: Sequence[CommandTime]) -> Table:
-    """The slowest commands, each run alone; ``commands`` are all of them, the slowest first."""
+    """Return the slowest commands, each run alone; ``commands`` are all of them, the slowest first."""
     total = sum(command.nanoseconds for command in commands)
     title = f"Commands, each run alone: {len(commands)}, {seconds_text(total / 1e9)} in all"
     made = table(

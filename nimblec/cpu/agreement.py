@@ -88,7 +88,11 @@ def optimize_agreeing(
 
     def attempt(without: Collection[str], *, approximate: bool = False) -> Agreed[T]:
         rewriting = Rewriting(without=frozenset(without), approximate=approximate)
-        optimized = optimize(model.proto, model.folder, scratch, rewriting)
+        try:
+            optimized = optimize(model.proto, model.folder, scratch, rewriting)
+        except OptimizerError as exc:
+            seen.update(dict.fromkeys(exc.suspects))
+            raise
         seen.update(dict.fromkeys(optimized.rewrites))
         built = build(model, optimized)
         outputs, error = comparison.compare(optimized, is_approximate=approximate)
@@ -104,8 +108,6 @@ def optimize_agreeing(
     try:
         agreed = attempt(without)
     except CompileError as exc:
-        if isinstance(exc, OptimizerError):
-            seen.update(dict.fromkeys(exc.suspects))
         agreed = _without_faults(attempt, seen, exc)
     if approximate:
         exact, agreed = agreed, attempt(agreed.rewriting.without, approximate=True)
@@ -117,7 +119,7 @@ def optimize_agreeing(
 def _without_faults(
     attempt: Callable[[Collection[str]], Agreed[T]], seen: Mapping[str, None], reason: CompileError
 ) -> Agreed[T]:
-    """The model optimised without a few rewrites; ``reason`` is why it fails with all of them.
+    """Return the model optimised without a few rewrites; ``reason`` is why it fails with all of them.
 
     ``seen`` are the names of the rewrites that changed it, to which an attempt adds. Raises ``reason`` where it fails
     without them, too.
@@ -148,7 +150,7 @@ def _suspected(seen: Mapping[str, None]) -> Iterator[list[str]]:
 
 
 def _fewest(names: Sequence[str], works: Callable[[Collection[str]], bool]) -> Collection[str]:
-    """A few of ``names`` without which it works; without all of them it does."""
+    """Return a few of ``names`` without which it works; without all of them it does."""
     for name in names:
         if works({name}):
             return {name}
@@ -173,7 +175,7 @@ class _Comparison:
         self._names = [value.name for value in model.proto.graph.output]
 
     def compare(self, optimized: OptimizedModel, *, is_approximate: bool) -> tuple[list[np.ndarray], float]:
-        """The outputs of an optimised model in the first run, and the largest difference of a float in any.
+        """Return the outputs of an optimised model in the first run, and the largest difference of a float in any.
 
         Raises CompileError where it does not agree, which one that is approximate need not.
         """
@@ -200,7 +202,7 @@ class _Comparison:
         return made[0], error
 
     def _is_rounding(self, index: int, position: int, got: np.ndarray) -> bool:
-        """Whether rounding explains how an output, ``got``, differs from that of a run.
+        """Return whether rounding explains how an output, ``got``, differs from that of a run.
 
         Where it is not small, small changes must make as much of a difference, by a factor, and in nearly all elements
         that differ: of quantised numbers, those near a tie may be either of two.
@@ -244,7 +246,7 @@ def _changed(array: np.ndarray, signs: Callable[[tuple[int, ...]], np.ndarray | 
 
 
 def _changed_constants(model: ReferenceModel, signs: Callable[[tuple[int, ...]], np.ndarray]) -> ModelProto:
-    """The model with small changes of its float constants, but for large and structural ones."""
+    """Return the model with small changes of its float constants, but for large and structural ones."""
     changed = ModelProto()
     changed.CopyFrom(model.proto)
     kept = {name for node in model_nodes.nodes(changed.graph) if node.op_type in _STRUCTURAL for name in node.input}

@@ -26,12 +26,12 @@ def take_branches(model: ModelProto, folder: Path) -> None:
 
 
 def _bodies(node: NodeProto) -> dict[str, GraphProto]:
-    """The graphs of a node's attributes by name; an empty one for an attribute that is none."""
+    """Return the graphs of a node's attributes by name; an empty one for an attribute that is none."""
     return {attribute.name: attribute.g for attribute in node.attribute}
 
 
 def _is_branching(node: NodeProto) -> bool:
-    """Whether a node is an `If`, and not one of a damaged file, which ONNX Runtime refuses."""
+    """Return whether a node is an `If`, and not one of a damaged file, which ONNX Runtime refuses."""
     if model_nodes.operator_name(node) != "If" or not node.input:
         return False
     bodies = _bodies(node)
@@ -41,7 +41,7 @@ def _is_branching(node: NodeProto) -> bool:
 
 
 def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
-    """The conditions that ONNX Runtime's optimiser makes constants, from the nodes before them alone."""
+    """Return the conditions that ONNX Runtime's optimiser makes constants, from the nodes before them alone."""
     graph = model.graph
     conditions = dict.fromkeys(node.input[0] for node in graph.node if _is_branching(node))
     if not conditions:
@@ -62,7 +62,7 @@ def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
 
 
 def _constants(graph: GraphProto) -> Iterator[str]:
-    """The names of the initializers of a graph."""
+    """Yield the names of the initializers of a graph."""
     yield from (tensor.name for tensor in graph.initializer)
     yield from (sparse.values.name for sparse in graph.sparse_initializer)
 
@@ -90,7 +90,7 @@ def _before(condition: str, makers: Mapping[str, NodeProto], given: set[str]) ->
 
 
 def _part(model: ModelProto, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
-    """The model with these nodes and outputs alone, and the inputs and constants that the nodes read."""
+    """Return the model with these nodes and outputs alone, and the inputs and constants that the nodes read."""
     graph = model.graph
     read = {name for node in nodes for name in node.input} | set(outputs)
     return ModelProto(
@@ -128,7 +128,7 @@ def _replace(graph: GraphProto, conditions: Mapping[str, bool]) -> None:
 
 
 def _definitions(graph: GraphProto) -> Iterator[str]:
-    """The names of all values in a graph and in the bodies of its nodes."""
+    """Yield the names of all values in a graph and in the bodies of its nodes."""
     yield from (value.name for value in graph.input)
     yield from _constants(graph)
     for node in graph.node:

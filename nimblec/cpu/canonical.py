@@ -43,7 +43,7 @@ def _rename_reads(node: NodeProto, names: Mapping[str, str]) -> None:
 
 
 def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
-    """The nodes in topological order."""
+    """Return the nodes in topological order."""
     nodes = list(graph.node)
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     after: list[set[int]] = [set() for _ in nodes]
@@ -68,7 +68,7 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
 
 
 def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
-    """The nodes that the outputs need, each after its sources, in an order that depends on the graph alone."""
+    """Yield the nodes that the outputs need, each after its sources, in an order that depends on the graph alone."""
     done: set[int] = set()
     names = [value.name for value in graph.output]
     read = {name for node in graph.node for name in read_names(node)}

@@ -8,6 +8,7 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
@@ -37,7 +38,7 @@ _RANDOM = frozenset(
 
 
 def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Graph:
-    """The model in the ONNX file ``path``, its input shapes fixed by ``inputs`` where they are dynamic.
+    """Return the model in the ONNX file ``path``, its input shapes fixed by ``inputs`` where they are dynamic.
 
     Raises CompileError for a file that cannot be read, UnsupportedModelError for a model that no
     plan can hold.
@@ -56,7 +57,7 @@ def read(
     named: Sequence[NamedInput] = (),
     constants: Iterable[tuple[str, np.ndarray]] = (),
 ) -> ModelProto:
-    """The model in a file, checked, with static input shapes; its external data stay in their files.
+    """Return the model in a file, checked, with static input shapes; its external data stay in their files.
 
     ``examples`` describe arrays for its inputs, of any size in the dimensions that ``profile`` sizes; ``inputs``
     take precedence. ``named`` give names to dimensions that have none, ``constants`` values to inputs, which then are
@@ -94,20 +95,20 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
 
 def graph_of(
     optimized: OptimizedModel,
-    sample_ranges: Mapping[str, tuple[int, int]] | None = None,
+    sample_ranges: values.Ranges = MappingProxyType({}),
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
 ) -> Graph:
-    """The Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
+    """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
     ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, weights, state, sources or {})
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {})
     for tensor in model_file.inputs(optimized.proto):
-        builder.add_input(tensor.name, (sample_ranges or {}).get(tensor.name))
+        builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
 
 
@@ -138,7 +139,7 @@ def refuse_random(
 
 
 def _is_random(node: NodeProto, known: Mapping[str, np.ndarray | None]) -> bool:
-    """Whether a node draws random numbers: dropout does in training mode, and may if the mode varies."""
+    """Return whether a node draws random numbers: dropout does in training mode, and may if the mode varies."""
     if model_nodes.operator_name(node) != "Dropout":
         return model_nodes.operator_name(node) in _RANDOM
     ratio, mode = [*node.input[1:], "", ""][:2]
@@ -155,6 +156,7 @@ class _Builder:
     def __init__(
         self,
         optimized: OptimizedModel,
+        sample_ranges: values.Ranges,
         weights: Collection[str],
         state: Sequence[ModelState],
         sources: Mapping[str, str],
@@ -165,7 +167,7 @@ class _Builder:
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._types = values.infer(optimized, model_file.inputs(model))
+        self._types = values.infer(optimized, model_file.inputs(model), sample_ranges)
         kept = {tensor.output for tensor in state}
         self._returned = [value.name for value in model.graph.output if value.name not in kept]
         self._state = {tensor.input: tensor for tensor in state}
@@ -224,7 +226,7 @@ class _Builder:
         )
 
     def graph(self) -> Graph:
-        """The finished Graph."""
+        """Return the finished Graph."""
         overwritten = {tensor.input for tensor in self._state.values() if tensor.output}
         saved = {
             name: self._copy(name, BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY)
@@ -250,7 +252,7 @@ class _Builder:
         )
 
     def _held(self) -> Iterator[tuple[str, int]]:
-        """The weights that share their buffer with no other value."""
+        """Return the weights that share their buffer with no other value."""
         names = Counter(self._buffer_of.values())
         held = ((name, self._buffer_of[name]) for name in self._buffer_of if name in self._weights)
         return ((name, buffer) for name, buffer in held if names[buffer] == 1)
@@ -269,13 +271,13 @@ class _Builder:
         )
 
     def _buffer(self, name: str) -> int:
-        """The buffer of a value; that of a constant is made when it is first used."""
+        """Return the buffer of a value; that of a constant is made when it is first used."""
         if name not in self._buffer_of:
             self._buffer_of[name] = self._add_constant(self._constants[name])
         return self._buffer_of[name]
 
     def _copy(self, name: str, kind: BufferKind) -> int:
-        """A buffer with a copy of a value, made before any node runs."""
+        """Return a buffer with a copy of a value, made before any node runs."""
         copied = self._add_buffer(kind, name, self._types[name])
         self._copy_to(copied, self._buffer(name), name)
         return copied
@@ -307,7 +309,7 @@ class _Builder:
         return len(self._buffers) - 1
 
     def _add_constant(self, tensor: TensorProto) -> int:
-        """The buffer with the bytes of ``tensor``, which all equal constants share."""
+        """Return the buffer with the bytes of ``tensor``, which all equal constants share."""
         data = self._arrays[tensor.name].reshape(-1).view(np.uint8).data.toreadonly()
         digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:

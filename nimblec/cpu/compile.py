@@ -23,17 +23,20 @@ from nimblec.cpu.refit_programs import assemble_refittable
 from nimblec.cpu.refittable import Model, Refittable, make_refittable
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state_check import refuse_differing_steps
+from nimblec.cpu.stretches import Joiner
 from nimblec.cpu.timing import CpuTimer
 from nimblec.onnx_import import model_file
+from nimblec.padding.fits import Proofs, find_fits, mark_masks
+from nimblec.padding.onnx_graph import prove_onnx
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.plan.fits import find_fits, mark_masks
 from nimblec.plan.lean import LeanProcess, run_seconds
 from nimblec.plan.planning import choose_schedule
 from nimblec.plan.timing_cache import CachedTimer, TimingCache
 from nimblert import golden
 from nimblert.cpu.onnx_session import onnxruntime
 from nimblert.plan import Device, Plan, Profile, Program, Target
+from nimblert.plan.dimensions import Axes
 
 if TYPE_CHECKING:
     # Imports torch.
@@ -105,7 +108,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
                 refuse_differing_steps(plan, agreed)
         if options.sizes:
             with stage(observer, "padding"):
-                plan, found = find_fits(plan)
+                plan, found = find_fits(plan, _proofs(plan, agreed))
                 notes += found
     with stage(observer, "write"):
         encoder.write(plan, output)
@@ -113,7 +116,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
 
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
-    """Each entry as an ONNX file, for all profiles; one for each where runs write state."""
+    """Return each entry as an ONNX file, for all profiles; one for each where runs write state."""
     from nimblec.onnx_export import dynamic as dynamic_onnx
     from nimblec.onnx_export import export as onnx_export
 
@@ -139,7 +142,7 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramK
 def _read(
     source: Source, options: Options, entry: str, profile: Profile, exported: "ExportedModel | None"
 ) -> ReferenceModel:
-    """The model of a program; ``exported`` where it is not a file of the user."""
+    """Return the model of a program; ``exported`` where it is not a file of the user."""
     path = Path(source.model) if exported is None else exported.path
     if exported is None or exported.is_dynamic:
         proto = capture.read(
@@ -179,7 +182,7 @@ def _agreed(
 
 
 def _weights(model: ReferenceModel, exported: "Mapping[ProgramKey, ExportedModel]") -> frozenset[str] | None:
-    """The names of the weights that a module holds under the same name; None if there is no module."""
+    """Return the names of the weights that a module holds under the same name; None if there is no module."""
     return exported[model.entry, model.profile].weights if exported else None
 
 
@@ -206,7 +209,7 @@ def _refittable_graph(agreed: Agreed[Graph], made: Refittable) -> Graph:
 
 
 def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:
-    """The nodes of each program before and after ONNX Runtime's optimiser, the only pass of this target."""
+    """Yield the nodes of each program before and after ONNX Runtime's optimiser, the only pass of this target."""
     for one in agreed:
         model = one.source
         program = f" of {program_name(model.entry, model.profile)}" if agreed[1:] else ""
@@ -215,7 +218,7 @@ def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:
 
 
 def _assembled(parts: Sequence[Part], refittable: Sequence[Refittable]) -> tuple[Plan, tuple[str, ...]]:
-    """The plan without golden records, and notes for the user."""
+    """Return the plan without golden records, and notes for the user."""
     if refittable:
         return assemble_refittable(parts, _provenance(), refittable)
     return assemble(parts, _provenance()), ()
@@ -245,13 +248,15 @@ def _provenance() -> Provenance:
 def _scheduled(
     models: Sequence[ReferenceModel], graphs: Sequence[Graph], options: Options, cache: TimingCache
 ) -> list[Part]:
-    """Each graph in the schedule chosen for it."""
-    provenance = _provenance()
+    """Return each graph in the schedule chosen for it."""
+    provenance, joiner = _provenance(), Joiner()
     parts = []
     for model, graph in zip(models, graphs, strict=True):
         device = replace(provenance.device, name=processor())
         timer = None if options.reproducible else CachedTimer(CpuTimer(), cache, device)
-        part = choose_schedule(graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit)
+        part = choose_schedule(
+            graph, provenance, timer, streams=options.streams, memory_limit=options.memory_limit, join=joiner.join
+        )
         parts.append(replace(part, entry=model.entry, profile=model.profile))
     return parts
 
@@ -269,8 +274,23 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 
+def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:
+    """What the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
+    axes = Axes(plan.programs)
+    return {
+        program.name: prove_onnx(
+            one.source.proto,
+            {tensor.name: of for tensor, of in axes.of_inputs(program)},
+            {tensor.name: of for tensor, of in axes.of_outputs(program)},
+            dict(program.profile),
+            [tensor.name for tensor in program.inputs if tensor.mask],
+        )
+        for program, one in zip(plan.programs, agreed, strict=True)
+    }
+
+
 def _with_golden(program: Program, agreed: Agreed[Graph]) -> Program:
-    """The program with the record of what the optimised model computes from random inputs."""
+    """Return the program with the record of what the optimised model computes from random inputs."""
     state = {tensor.output for tensor in agreed.source.state}
     named = zip((value.name for value in agreed.source.proto.graph.output), agreed.outputs, strict=True)
     return replace(program, golden=golden.record(SEED, [a for name, a in named if name not in state], 0.0))

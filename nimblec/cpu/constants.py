@@ -40,7 +40,7 @@ class TensorType:
 
 
 def type_of(tensor: TensorProto) -> TensorType:
-    """The type of a constant that a plan can hold."""
+    """Return the type of a constant that a plan can hold."""
     dtype = model_file.dtype_name(tensor.data_type)
     assert dtype is not None
     return TensorType(dtype=dtype, shape=tuple(tensor.dims))
@@ -58,7 +58,7 @@ def keep_apart(model: ModelProto, names: Collection[str]) -> None:
 
 
 def is_embedded(tensor: TensorProto) -> bool:
-    """Whether a constant becomes part of every one-node model that reads it.
+    """Return whether a constant becomes part of every one-node model that reads it.
 
     True of shapes, axes and scalars, which shape inference reads, and of dtypes that plans lack.
     """
@@ -72,7 +72,7 @@ def is_embedded(tensor: TensorProto) -> bool:
 
 
 def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
-    """The data of the main graph's initializers by name, in C order, if a plan can hold their dtype.
+    """Return the data of the main graph's initializers by name, in C order, if a plan can hold their dtype.
 
     External data are files in ``folder``. Large constants are mapped, not read: the files may be
     deleted afterwards, but not changed. All other external data are loaded into ``model``.
@@ -104,7 +104,7 @@ def _mapped(tensor: TensorProto, image: memoryview, offset: int) -> np.ndarray:
 
 
 def dense_of(sparse: SparseTensorProto) -> TensorProto:
-    """A sparse constant (COO, its indices linear or by axis) as a dense one."""
+    """Return a sparse constant (COO, its indices linear or by axis) as a dense one."""
     values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 1:
@@ -115,7 +115,7 @@ def dense_of(sparse: SparseTensorProto) -> TensorProto:
 
 
 def external(name: str, tensor_type: TensorType) -> TensorProto:
-    """An initializer whose memory is given to the session that is opened on the model."""
+    """Return an initializer whose memory is given to the session that is opened on the model."""
     tensor = TensorProto(
         name=name,
         data_type=model_file.element_type(tensor_type.dtype),

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from onnx import (
+    AttributeProto,
     FunctionProto,
     GraphProto,
     ModelProto,
@@ -47,13 +48,15 @@ def correct(model: ModelProto) -> None:
         return
     if any(_reads(function) for function in model.functions):
         model.CopyFrom(inliner.inline_local_functions(model))
-    inferred = model_shapes.infer_shapes(model)
-    _correct_graph(model, model.graph, inferred.graph, _Scope(types={}, constants={}))
+    around = _Scope(types={}, constants={})
+    while _correct_graph(model, model.graph, model_shapes.infer_shapes(model).graph, around):
+        pass
 
 
 def _reads(graph: GraphProto | FunctionProto) -> bool:
-    """Return whether a graph has an operator of the table."""
-    return any(model_nodes.operator_name(node) in _CORRECTIONS for node in model_nodes.nodes(graph))
+    """Return whether a graph has an operator of the table, a pool only with ceil_mode."""
+    names = ((node, model_nodes.operator_name(node)) for node in model_nodes.nodes(graph))
+    return any(name in _CORRECTIONS and (name not in _POOLS or _ceil_mode(node)) for node, name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +90,20 @@ class _Scope:
         return None if tensor is None or uses_external_data(tensor) else numpy_helper.to_array(tensor)
 
 
-def _correct_graph(model: ModelProto, graph: GraphProto, inferred: GraphProto, around: _Scope) -> None:
-    """Correct a graph and its nodes' bodies; ``inferred`` is the same graph with the types of its values."""
+def _correct_graph(model: ModelProto, graph: GraphProto, inferred: GraphProto, around: _Scope) -> bool:
+    """Correct a graph and its nodes' bodies; ``inferred`` is the same graph with the types of its values.
+
+    Return True, before the rest is corrected, where a correction changes shapes that were inferred.
+    """
     scope = around.inside(graph, inferred)
     for node, typed in zip(graph.node, inferred.node, strict=True):
         correction = _CORRECTIONS.get(model_nodes.operator_name(node))
-        if correction is not None:
-            correction(model, node, scope)
-        for body, typed_body in zip(model_nodes.subgraphs(node), model_nodes.subgraphs(typed), strict=True):
-            _correct_graph(model, body, typed_body, scope)
+        if correction is not None and correction(model, node, scope):
+            return True
+        bodies = zip(model_nodes.subgraphs(node), model_nodes.subgraphs(typed), strict=True)
+        if any(_correct_graph(model, body, typed_body, scope) for body, typed_body in bodies):
+            return True
+    return False
 
 
 def _expand_attention(model: ModelProto, node: NodeProto, scope: _Scope) -> None:
@@ -186,10 +194,49 @@ def _check_unpooling(_model: ModelProto, node: NodeProto, scope: _Scope) -> None
 _OUTPUT_SHAPE = 2
 """The place of MaxUnpool's input of that name."""
 
-_Correction: TypeAlias = Callable[[ModelProto, NodeProto, _Scope], None]
+
+def _drop_windows(_model: ModelProto, node: NodeProto, scope: _Scope) -> bool:
+    """Leave out the windows that ceil_mode adds and that begin in the padding at the end.
+
+    ONNX and ONNX Runtime's kernels leave them out; shape inference counts them. Return whether the node has changed.
+    It stays where one axis keeps its added window, and another has a stride beyond its window.
+    """
+    shape, mode = scope.shape(node.input[0]), _ceil_mode(node)
+    numbers = {a.name: list(a.ints) for a in node.attribute}
+    padding = next((a.s for a in node.attribute if a.name == "auto_pad"), b"NOTSET")
+    if shape is None or mode is None or padding.startswith(b"SAME"):
+        return False
+    kernel = numbers["kernel_shape"]
+    rank = len(kernel)
+    strides, dilations = numbers.get("strides", [1] * rank), numbers.get("dilations", [1] * rank)
+    pads = numbers.get("pads", [0] * 2 * rank) if padding == b"NOTSET" else [0] * 2 * rank
+    is_kept = []
+    for axis, (size, stride) in enumerate(zip(shape[2:], strides, strict=True)):
+        begun = size + pads[axis]
+        count, rest = divmod(begun + pads[rank + axis] - dilations[axis] * (kernel[axis] - 1) - 1, stride)
+        if rest:
+            is_kept.append((count + 1) * stride < begun)
+            pads[rank + axis] -= 0 if is_kept[-1] else rest
+    if all(is_kept) or (any(is_kept) and min(pads) < 0):
+        return False
+    if any(is_kept):
+        next(a for a in node.attribute if a.name == "pads").ints[:] = pads
+    else:
+        mode.i = 0
+    return True
+
+
+def _ceil_mode(node: NodeProto) -> AttributeProto | None:
+    """Return the attribute where it is set."""
+    return next((a for a in node.attribute if a.name == "ceil_mode" and a.i), None)
+
+
+_POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
+_Correction: TypeAlias = Callable[[ModelProto, NodeProto, _Scope], bool | None]
 _CORRECTIONS: Mapping[str, _Correction] = {
     "Attention": _expand_attention,
     "MaxUnpool": _check_unpooling,
     "Resize": _check_resize,
+    **dict.fromkeys(_POOLS, _drop_windows),
 }
-"""Operators by name, and what is done about each."""
+"""Operators by name, and what is done about each. A correction returns True where it changes shapes."""

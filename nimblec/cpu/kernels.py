@@ -76,20 +76,20 @@ class Header:
 
 
 def header(model: ModelProto) -> Header:
-    """The header of the models that the nodes of ``model`` become."""
+    """Return the header of the models that the nodes of ``model`` become."""
     opsets = {opset.domain: opset.version for opset in model.opset_import}
     return Header(ir_version=model.ir_version, opsets=opsets, functions=tuple(model.functions))
 
 
 def symbol(node: NodeProto) -> str:
-    """The operator's name, with its domain unless it is ONNX's own."""
+    """Return the operator's name, with its domain unless it is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def build(
     node: NodeProto, types: Mapping[str, TensorType], constants: Mapping[str, TensorProto], header: Header
 ) -> NodeKernel:
-    """The kernel of one node. ``types`` has every value, ``constants`` every initializer.
+    """Return the kernel of one node. ``types`` has every value, ``constants`` every initializer.
 
     Raises UnsupportedModelError where the runtime would refuse to load it.
     """
@@ -168,7 +168,7 @@ def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str
 
 
 def canonical(node: NodeProto) -> NodeProto:
-    """A node without doc strings, its attributes sorted: ONNX Runtime saves them in any order."""
+    """Return a node without doc strings, its attributes sorted: ONNX Runtime saves them in any order."""
     return _canonical_node(node, {name: name for name in (*node.input, *node.output)})
 
 
@@ -213,7 +213,7 @@ def _drop_text(attribute: AttributeProto) -> None:
 
 
 def _domains(node: NodeProto, header: Header) -> set[str]:
-    """The domains whose opset the node's model must import."""
+    """Return the domains whose opset the node's model must import."""
     used = {node.domain, *(inner.domain for graph in model_nodes.subgraphs(node) for inner in model_nodes.nodes(graph))}
     if header.functions:
         used.update(header.opsets)
@@ -225,7 +225,7 @@ def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
 
 
 def _by_number(tensor: TensorProto) -> TensorProto:
-    """The tensor with its elements as numbers, not as raw bytes."""
+    """Return the tensor with its elements as numbers, not as raw bytes."""
     array = numpy_helper.to_array(tensor)
     return helper.make_tensor(tensor.name, tensor.data_type, array.shape, array.ravel().tolist())
 

@@ -33,6 +33,19 @@ SHAPE_ARITHMETIC = frozenset({"Shape", "Size"})
 _EXACT = {"session.qdq_matmulnbits_accuracy_level": "1"}
 """Settings by which products with dequantised weights are computed in float32, not with activations of 8 bits."""
 
+_WRONG = frozenset({"DivMulFusion", "WeightBiasQuantization"})
+"""Rewrites that are always left out: they change results of few inputs, perhaps of none that is compared.
+
+DivMulFusion computes x / n for 1 / n * x, of integers, too. WeightBiasQuantization makes a float bias a multiple of the
+product of two scales: where the sum is then quantised, only a sum near a tie changes.
+"""
+
+_REMOVABLE = "InsertedPrecisionFreeCast_"
+"""How the names of the casts begin that ONNX Runtime adds around operators without a float16 kernel.
+
+Every session removes such a cast to float32 together with a cast to float16 before it, and so its rounding.
+"""
+
 _RULES = {
     "Level1_RuleBasedTransformer": (
         *("EliminateIdentity", "EliminateSlice", "UnsqueezeElimination", "EliminateDropout", "ExpandElimination"),
@@ -120,6 +133,7 @@ def _optimize(
     optimized = onnx.load(path, load_external_data=False)
     for graph in (optimized.graph, *(body for node in nodes(optimized.graph) for body in subgraphs(node))):
         _tidy_constants(graph)
+        _keep_casts(graph)
     return optimized, _rules(name for name, is_changed in _logged(log) if is_changed)
 
 
@@ -128,7 +142,7 @@ def _save(model: ModelProto, folder: Path, path: Path, level: str, rewriting: Re
     ort_process.optimize(
         model.SerializeToString(),
         level=level,
-        without=sorted(rewriting.without),
+        without=sorted(rewriting.without | _WRONG),
         settings={} if rewriting.approximate else _EXACT,
         folder=str(folder.resolve()),
         path=str(path.absolute()),
@@ -140,18 +154,18 @@ _LOGGED = re.compile(r"GraphTransformer (\S+) modified: ([01])")
 
 
 def _logged(log: Path) -> list[tuple[str, bool]]:
-    """The rewrites that ONNX Runtime tried, in order, and whether each changed the model."""
+    """Return the rewrites that ONNX Runtime tried, in order, and whether each changed the model."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return [(name, changed == "1") for name, changed in _LOGGED.findall(text)]
 
 
 def _rules(names: Iterable[str]) -> tuple[str, ...]:
-    """The names with those of rules in the place of groups of rules."""
+    """Return the names with those of rules in the place of groups of rules."""
     return tuple(dict.fromkeys(rule for name in names for rule in _RULES.get(name, (name,))))
 
 
 def _suspects(log: Path) -> tuple[str, ...]:
-    """All rewrites, beginning with the one that comes after those in the log, and those that changed the model.
+    """Return all rewrites, beginning with the one that comes after those in the log, and those that changed the model.
 
     Their order is the same for each model; that of a small one shows it.
     """
@@ -185,6 +199,13 @@ def _tidy_constants(graph: GraphProto) -> None:
     for index, node in reversed([*enumerate(graph.node)]):
         if node.op_type == "Constant" and node.output[0] in constants:
             del graph.node[index]
+
+
+def _keep_casts(graph: GraphProto) -> None:
+    """Clear the names for which a session of the saved model would remove casts that a plan has."""
+    for node in graph.node:
+        if node.op_type == "Cast" and node.name.startswith(_REMOVABLE):
+            node.ClearField("name")
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")

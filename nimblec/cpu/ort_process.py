@@ -115,7 +115,7 @@ class _Process:
         return shape, array
 
     def ask(self, model: bytes, request: Mapping[str, object], data: Iterable[memoryview] = ()) -> dict[str, Any]:
-        """The answer to a request and the model and arrays after it."""
+        """Return the answer to a request and the model and arrays after it."""
         if self._process.poll() is not None:
             self._start()
         limit_s = LOOP_LIMIT_S if b"Loop" in model else None
@@ -143,7 +143,7 @@ class _Process:
         return answer
 
     def _answer(self, limit_s: float | None) -> bytes:
-        """The line of an answer; b"" where the process has ended."""
+        """Return the line of an answer; b"" where the process has ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._answers, selectors.EVENT_READ)
             if not selector.select(limit_s):

@@ -175,13 +175,13 @@ def _serve() -> None:
 
 
 def content(array: "np.ndarray") -> memoryview:
-    """The bytes of an array in C order."""
+    """Return the bytes of an array in C order."""
     np = import_module("numpy")
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def read_arrays(stream: BinaryIO, described: Described) -> "dict[str, np.ndarray]":
-    """The arrays whose bytes follow one another in ``stream``."""
+    """Return the arrays whose bytes follow one another in ``stream``."""
     np = import_module("numpy")
     arrays = {}
     for name, dtype, shape in described:

@@ -12,7 +12,7 @@ from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import refusal
 from nimblec.cpu.ort_worker import RefusedError
-from nimblec.cpu.values import check_sizes, static_shape, with_outputs
+from nimblec.cpu.values import Ranges, check_sizes, static_shape, with_outputs
 from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.onnx_import.model_file import ModelTensor
@@ -21,7 +21,6 @@ from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Profile
 
 Arrays = Mapping[str, np.ndarray]
-Ranges = Mapping[str, tuple[int, int]]
 
 SEED = 0
 """Of the inputs of golden records."""
@@ -94,7 +93,7 @@ def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[Reference
 
 
 def _positive(model: ReferenceModel) -> Ranges:
-    """The ranges of integer inputs, without 0 and less where they hold more."""
+    """Return the ranges of integer inputs, without 0 and less where they hold more."""
     found = dict(model.ranges)
     for tensor in model.inputs:
         if numpy_dtype(tensor.dtype).kind in "iu":
@@ -174,7 +173,7 @@ class Node:
 
 
 def read_nodes(model: ModelProto) -> tuple[Node, ...]:
-    """The nodes of the main graph in order. ``model`` has the names that its file gives them."""
+    """Return the nodes of the main graph in order. ``model`` has the names that its file gives them."""
     renamed = ModelProto()
     renamed.CopyFrom(model)
     model_nodes.clear_repeated_names(renamed)
@@ -190,7 +189,7 @@ def read_nodes(model: ModelProto) -> tuple[Node, ...]:
 
 
 def run_values(model: ModelProto, folder: Path, inputs: Arrays) -> dict[str, np.ndarray]:
-    """Every tensor of numbers that a node of the main graph computes, by name."""
+    """Return every tensor of numbers that a node of the main graph computes, by name."""
     names = tuple(dict.fromkeys(name for node in model.graph.node for name in node.output if name))
     (found,) = run_feeds(with_outputs(model, names), folder, names, [inputs])
     if isinstance(found, str):

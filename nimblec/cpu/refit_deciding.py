@@ -35,7 +35,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def deciding_weights(graph: GraphProto, weights: Collection[str]) -> frozenset[str]:
-    """The weights from which constants are computed that need not change with them.
+    """Return the weights from which constants are computed that need not change with them.
 
     Such is the sign of a weight, a comparison, an integer, a saturated sigmoid, or what is used as a size or an index.
     """

@@ -99,7 +99,7 @@ def explain(
 
 @cache
 def _is_rounded(recipe: WeightExpression | None) -> bool:
-    """Whether weights are quantised on the way to a value, so that close ones may give the same."""
+    """Return whether weights are quantised on the way to a value, so that close ones may give the same."""
     if not isinstance(recipe, Result) or not sources(recipe):
         return False
     op_type = NodeProto.FromString(recipe.node).op_type
@@ -107,7 +107,7 @@ def _is_rounded(recipe: WeightExpression | None) -> bool:
 
 
 def _is_callable(recipe: WeightExpression, header: kernels.Header) -> bool:
-    """Whether a plan may call every operator that a recipe applies to weights."""
+    """Return whether a plan may call every operator that a recipe applies to weights."""
     if not isinstance(recipe, Result) or not sources(recipe):
         return True
     node = NodeProto.FromString(recipe.node)
@@ -140,18 +140,18 @@ class _Values:
             self._of_size[array.size].append(recipe)
 
     def of(self, recipe: WeightExpression) -> np.ndarray | None:
-        """The value of a recipe, if it is known."""
+        """Return the value of a recipe, if it is known."""
         return self._arrays.get(recipe)
 
     def find(self, wanted: np.ndarray) -> WeightExpression | None:
-        """A recipe for an array."""
+        """Return a recipe for an array."""
         for find in (self._moved, self._blocked, self._joined):
             if found := find(wanted):
                 return found
         return None
 
     def _moved(self, wanted: np.ndarray) -> WeightExpression | None:
-        """A recipe for a value reshaped or transposed."""
+        """Return a recipe for a value reshaped or transposed."""
         content = wanted.tobytes()
         for recipe in self._of_size[wanted.size]:
             array = self._arrays[recipe]
@@ -168,7 +168,7 @@ class _Values:
         return None
 
     def _blocked(self, wanted: np.ndarray) -> WeightExpression | None:
-        """A recipe for the weight or bias of a convolution in ONNX Runtime's blocks, padded with zeros."""
+        """Return a recipe for the weight or bias of a convolution in ONNX Runtime's blocks, padded with zeros."""
         block = nchwc_block_size()
         if wanted.dtype != np.float32 or block == 1:
             return None
@@ -179,7 +179,7 @@ class _Values:
         return None
 
     def _joined(self, wanted: np.ndarray) -> WeightExpression | None:
-        """A recipe for three arrays concatenated along the last axis: the projections of an attention."""
+        """Return a recipe for three arrays concatenated along the last axis: the projections of an attention."""
         if not wanted.ndim or wanted.shape[-1] % 3:
             return None
         parts = [self._moved(np.ascontiguousarray(part)) for part in np.split(wanted, 3, axis=-1)]
@@ -188,7 +188,7 @@ class _Values:
 
 
 def _has_the_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the elements may be the same in another order: the sums of the bytes are equal."""
+    """Return whether the elements may be the same in another order: the sums of the bytes are equal."""
     return bool(one.reshape(-1).view(np.uint8).sum() == other.reshape(-1).view(np.uint8).sum())
 
 

@@ -12,9 +12,12 @@ from nimblec.cpu.kernels import Header
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.cpu.refit_recipe import Source, WeightExpression, model_of, sources
 from nimblec.cpu.refittable import Refittable, digest
+from nimblec.cpu.stretches import Joiner
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.encoder import encode
 from nimblec.plan.refit_programs import groups, part_of, refits_in_place, replacing
+from nimblec.schedule.dependencies import dependencies
+from nimblec.schedule.streams import serial
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting
@@ -34,7 +37,7 @@ class _Group:
 def assemble_refittable(
     parts: Sequence[Part], provenance: Provenance, models: Sequence[Refittable]
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of these parts with the models' own weights and with refits; and notes for the user.
+    """Return the plan of these parts with the models' own weights and with refits; and notes for the user.
 
     The parts were captured from models with other weights.
     """
@@ -61,17 +64,19 @@ def assemble_refittable(
 
 
 def _groups(recipes: Mapping[bytes, WeightExpression]) -> Iterator[_Group]:
-    """The constants in groups that share no weight, in the order of ``recipes``."""
+    """Yield the constants in groups that share no weight, in the order of ``recipes``."""
     for keys in groups({key: sources(recipe) for key, recipe in recipes.items()}):
         given = {key: recipe for key in keys if isinstance(recipe := recipes[key], Source)}
         yield _Group(given=given, made={key: recipes[key] for key in keys if key not in given})
 
 
 def _part(group: _Group, header: Header) -> Part:
-    """The model that computes the constants of a group; its outputs are named by their digests."""
+    """Return the model that computes the constants of a group; its outputs are named by their digests."""
     model = model_of({key.hex(): recipe for key, recipe in group.made.items()}, header)
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    return part_of(capture.graph_of(OptimizedModel(proto=model, arrays=arrays)), min(group.made).hex())
+    graph = capture.graph_of(OptimizedModel(proto=model, arrays=arrays))
+    joined, _ = Joiner().join(graph, serial(dependencies(graph)))
+    return part_of(joined, min(group.made).hex())
 
 
 def _tensor(source: Source, offset: int) -> Tensor:
@@ -85,7 +90,7 @@ def _tensor(source: Source, offset: int) -> Tensor:
 
 
 def _refit(program: Program, group: _Group, offsets: Mapping[bytes, int]) -> Program:
-    """A program from weights to constants, as a refit that reads and writes these where the plan has them."""
+    """Return a program from weights to constants, as a refit that reads and writes these where the plan has them."""
     given = {source.name: offsets[key] for key, source in group.given.items()}
     made = replacing(program, {key.hex(): offsets[key] for key in group.made}, given)
     names = {tensor.name for tensor in made.inputs}
@@ -94,7 +99,7 @@ def _refit(program: Program, group: _Group, offsets: Mapping[bytes, int]) -> Pro
 
 
 def with_weights(plan: Plan, weights: Mapping[str, np.ndarray]) -> Plan:
-    """The plan as a refit with all its weights would leave it."""
+    """Return the plan as a refit with all its weights would leave it."""
     names = refitting.replaceable(plan)
     refits = refitting.checked(plan, {name: weights[name] for name in names}, _refuse)
     remade = CpuLoaded(plan).remade(refits)

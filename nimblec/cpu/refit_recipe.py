@@ -50,19 +50,19 @@ WeightExpression: TypeAlias = Source | Fixed | Result
 
 
 def fixed(array: np.ndarray) -> Fixed:
-    """A constant of these elements."""
+    """Return a constant of these elements."""
     return Fixed(numpy_helper.from_array(array).SerializeToString(deterministic=True))
 
 
 def result(op_type: str, *inputs: WeightExpression, **attributes: Any) -> Result:
-    """The output of an operator of ONNX itself that has one output."""
+    """Return the output of an operator of ONNX itself that has one output."""
     node = helper.make_node(op_type, [], [], **attributes)
     return Result(node.SerializeToString(deterministic=True), inputs)
 
 
 @cache
 def sources(recipe: WeightExpression | None) -> frozenset[Source]:
-    """The weights that a recipe depends on."""
+    """Return the weights that a recipe depends on."""
     if isinstance(recipe, Source):
         return frozenset({recipe})
     if isinstance(recipe, Result):
@@ -71,7 +71,7 @@ def sources(recipe: WeightExpression | None) -> frozenset[Source]:
 
 
 def model_of(recipes: Mapping[str, WeightExpression], header: Header) -> ModelProto:
-    """The model whose outputs are these recipes and whose inputs are their weights, both by name."""
+    """Return the model whose outputs are these recipes and whose inputs are their weights, both by name."""
     model = ModelProto(ir_version=header.ir_version, functions=header.functions)
     model.opset_import.extend(OperatorSetIdProto(domain=d, version=v) for d, v in sorted(header.opsets.items()))
     model.graph.name = "recipe"
@@ -107,7 +107,7 @@ class _Writer:
             self._outputs.setdefault(recipe, name)
 
     def value(self, recipe: WeightExpression) -> str:
-        """The name of a recipe's value."""
+        """Return the name of a recipe's value."""
         if recipe not in self._names:
             match recipe:
                 case Source():
@@ -139,7 +139,7 @@ class _Writer:
 
 
 def compute(recipes: Sequence[WeightExpression], arrays: Mapping[str, np.ndarray], header: Header) -> list[np.ndarray]:
-    """The values of the recipes for these weights, by name. Raises ONNX Runtime's own errors."""
+    """Return the values of the recipes for these weights, by name. Raises ONNX Runtime's own errors."""
     if not recipes:
         return []
     model = model_of({f"output {i}": recipe for i, recipe in enumerate(recipes)}, header)
@@ -151,7 +151,7 @@ def compute(recipes: Sequence[WeightExpression], arrays: Mapping[str, np.ndarray
 
 
 def settled(recipes: Mapping[str, WeightExpression], header: Header) -> dict[str, WeightExpression]:
-    """The recipes with constants in place of all parts that depend on no weight, such as shapes."""
+    """Return the recipes with constants in place of all parts that depend on no weight, such as shapes."""
     parts: dict[WeightExpression, None] = {}
     for recipe in recipes.values():
         _collect(recipe, parts)

@@ -15,7 +15,7 @@ _FILE = "weights.bin"
 
 
 def weights_of(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
-    """The weights of a model, by name."""
+    """Return the weights of a model, by name."""
     names = weight_names(model)
     return {name: array for name, array in read_arrays(model, folder).items() if name in names}
 

@@ -54,7 +54,7 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def digest(content: np.ndarray | memoryview) -> bytes:
-    """The identity of a constant of such a model; an array is in C order."""
+    """Return the identity of a constant of such a model; an array is in C order."""
     return sha256(content.data if isinstance(content, np.ndarray) else content).digest()
 
 
@@ -93,7 +93,7 @@ def make_refittable(models: Sequence[Model], scratch: Path) -> list[Refittable]:
 
 
 def _ambiguous(models: Sequence[Model]) -> frozenset[str]:
-    """The names that stand for different weights in different models."""
+    """Return the names that stand for different weights in different models."""
     if len(models) == 1:
         return frozenset()
     found: dict[str, set[bytes]] = defaultdict(set)

@@ -14,7 +14,7 @@ _BLOCKED = "_nchwc"
 
 
 def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
-    """The source of each of ``nodes`` by its first output, from the metadata of the nodes of ``model``.
+    """Return the source of each of ``nodes`` by its first output, from the metadata of the nodes of ``model``.
 
     A fused node has the sources of all nodes that it alone computes; one that the optimiser inserted, those of its
     readers. Empty if no node of the model has a source.
@@ -42,12 +42,12 @@ def _written(node: NodeProto) -> str:
 
 
 def _values(node: NodeProto) -> tuple[str, ...]:
-    """The names of the node's outputs in the model."""
+    """Return the names of the node's outputs in the model."""
     return (*filter(None, node.output), *([node.name.removesuffix(_BLOCKED)] if node.name.endswith(_BLOCKED) else []))
 
 
 def _covered(node: NodeProto, makers: Mapping[str, NodeProto], values: set[str]) -> Iterator[NodeProto]:
-    """The nodes of the model that ``node`` computes, the last first: those whose values no other node makes."""
+    """Yield the nodes of the model that ``node`` computes, the last first: those whose values no other node makes."""
     waiting = [makers[name] for name in _values(node) if name in makers]
     seen = {first_output(maker) for maker in waiting}
     while waiting:

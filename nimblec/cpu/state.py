@@ -15,7 +15,7 @@ from nimblec.cpu.constants import TensorType
 from nimblec.graph.topological_order import topological_order
 from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_nodes
-from nimblert.check import in_place
+from nimblert.check import onnx_operators
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
 """Operators that change a part of a tensor; out of place they copy all of it."""
@@ -37,7 +37,7 @@ class Placement:
 def place_state(
     nodes: Sequence[NodeProto], state: Sequence[ModelState], types: Mapping[str, TensorType], returned: Sequence[str]
 ) -> Placement:
-    """The placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
+    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
     graph = _Order(nodes)
     places: dict[str, str] = {}
     copies = []
@@ -73,7 +73,7 @@ def _chains(
 
 
 def _changed(node: NodeProto) -> str:
-    """The value that a node updates in part, or ""."""
+    """Return the value that a node updates in part, or ""."""
     return node.input[0] if not node.domain and node.op_type in _ROWS else ""
 
 
@@ -81,7 +81,7 @@ def _may_overlap(node: NodeProto, value: str) -> bool:
     """Whether a node may write over ``value``: it does not read it, or only as an operand that it may overwrite."""
     positions = {i for i, name in enumerate(node.input) if name == value}
     return value not in model_nodes.read_names(node) or (
-        bool(positions) and positions <= set(in_place.operands(node.domain, node.op_type))
+        bool(positions) and positions <= set(onnx_operators.overwritable(node.domain, node.op_type))
     )
 
 
@@ -122,5 +122,5 @@ class _Order:
         return False
 
     def order(self) -> list[int]:
-        """All nodes in a stable topological order; fewer if there is a cycle."""
+        """Return all nodes in a stable topological order; fewer if there is a cycle."""
         return topological_order(self._after)

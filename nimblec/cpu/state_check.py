@@ -36,7 +36,7 @@ def refuse_differing_steps(plan: Plan, models: Sequence[Agreed[Any]]) -> None:
 
 
 def _step(model: Agreed[Any], inputs: Mapping[str, np.ndarray], state: _State) -> tuple[list[np.ndarray], _State]:
-    """One call: the outputs that a caller gets, and the state that it leaves."""
+    """Return one call: the outputs that a caller gets, and the state that it leaves."""
     source, optimized = model.source, model.optimized
     feed = {**inputs, **{tensor.input: state[tensor.storage] for tensor in source.state}}
     names = [value.name for value in source.proto.graph.output]

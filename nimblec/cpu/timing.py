@@ -12,14 +12,18 @@ from nimblec.base.installation import processor_count
 from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
-from nimblert.cpu.host_memory import HostWorking
+from nimblert.cpu.host_memory import HostWeights, HostWorking
+from nimblert.cpu.onnx_session import SessionCache
 from nimblert.plan import Plan
+from nimblert.plan.records import Limits
 
 _TARGET_S = 0.2
 _LIMIT_S = 2.0
 _WARM_UPS = 2
 _TRIES = 4
 _PAUSE_S = 0.25
+_LIMITS = Limits(sessions=1 << 30)
+"""A plan of single nodes may need more sessions than one that is loaded."""
 _WAITED = 0.1
 """The part of the time from which on a measurement is noisy: on a machine that does nothing else, the threads of a run
 wait for a processor for less than 0.03 of it."""
@@ -35,7 +39,8 @@ class CpuTimer:
 
     def command_durations(self, plan: Plan) -> Measured[Sequence[int]]:
         """Measure each command of a plan of one stream, by the median of several runs."""
-        with _loaded(plan, singly=True) as loaded:
+        # What the sessions of all kernels keep may be many times the memory of a run.
+        with _loaded(plan, keeps_memory=False) as loaded:
             found = _undisturbed(loaded.profile)
         return Measured([max(1, int(d)) for d in found.ns], found.is_noisy)
 
@@ -107,10 +112,11 @@ class _Loaded:
 
 
 @contextmanager
-def _loaded(plan: Plan, *, singly: bool = False) -> Iterator[_Loaded]:
+def _loaded(plan: Plan, *, keeps_memory: bool = True) -> Iterator[_Loaded]:
     program = plan.programs[0]
-    working = HostWorking(plan)
-    backend = CpuBackend(CpuLoaded(plan), program, working, singly=singly)
+    weights, working = HostWeights(plan), HostWorking(plan)
+    sessions = SessionCache(plan, weights, limits=_LIMITS, keeps_memory=keeps_memory)
+    backend = CpuBackend(CpuLoaded(plan, weights, sessions), program, working)
     try:
         drawn = golden.draw_inputs(program, 0)
         for tensor, view in zip(program.inputs, backend.inputs, strict=True):

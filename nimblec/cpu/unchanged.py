@@ -13,7 +13,7 @@ from nimblert.arrays.layouts import numpy_dtype
 
 
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
-    """The initializers of ``model`` that the optimised model reads as often, with the same bytes.
+    """Return the initializers of ``model`` that the optimised model reads as often, with the same bytes.
 
     A weight with fewer readers may be part of a folded constant, one with more may stand in for an equal weight.
     ``folder`` has the external data of ``model``.

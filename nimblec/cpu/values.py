@@ -27,13 +27,18 @@ from nimblert.plan import ITEM_NBYTES
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
 """Operators whose output sizes depend on values by definition."""
 
+Ranges = Mapping[str, tuple[int, int]]
+
 _MOST_NBYTES = 1 << 47
 
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
-def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str, TensorType]:
-    """The type of every node output of the main graph, and of its inputs, by name."""
+def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> dict[str, TensorType]:
+    """Return the type of every node output of the main graph, and of its inputs, by name.
+
+    ``ranges`` bound the integers of inputs where the model has to run.
+    """
     model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=static_shape(tensor)) for tensor in inputs}
     check_sizes(types)
@@ -58,7 +63,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor]) -> dict[str,
         ):
             raise _sized_by_value(makers[name], name)
     if unknown:
-        shapes |= _observe(exposed, optimized.folder, inputs, unknown, makers)
+        shapes |= _observe(exposed, optimized.folder, [_draw(inputs, ranges, n) for n in range(2)], unknown, makers)
     types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
     check_sizes(types)
     return types
@@ -80,12 +85,12 @@ def check_sizes(types: Mapping[str, TensorType]) -> None:
 
 
 def _is_known(shape: Sequence[object]) -> bool:
-    """Whether ONNX Runtime knows a shape; it reports [] for a scalar and for a value of unknown rank alike."""
+    """Return whether ONNX Runtime knows a shape; it reports [] for a scalar and for a value of unknown rank alike."""
     return bool(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
 
 
 def _scalars(model: ModelProto) -> set[str]:
-    """The values that ONNX's own shape inference finds to have no dimensions."""
+    """Return the values that ONNX's own shape inference finds to have no dimensions."""
     inferred = model_shapes.infer_shapes(model)
     values = (*inferred.graph.value_info, *inferred.graph.output)
     tensors = {value.name: value.type.tensor_type for value in values}
@@ -99,7 +104,7 @@ def _is_sized_by_value(
     makers: Mapping[str, NodeProto],
     given: Collection[str],
 ) -> bool:
-    """Whether an output's size is unknown because it depends on values.
+    """Return whether an output's size is unknown because it depends on values.
 
     True of an operator of ONNX itself if the shapes of its operands are known. Loops, branches,
     ONNX Runtime's own operators and a few functions of ONNX may just lack shape inference.
@@ -118,7 +123,7 @@ _FIRST_SIZE = {"MaxUnpool": 2}
 
 
 def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Collection[str]) -> bool:
-    """Whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
+    """Return whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
     waiting, seen = [name], {name}
     while waiting:
         value = waiting.pop()
@@ -133,7 +138,7 @@ def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Coll
 
 
 def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProto]) -> bool:
-    """Whether a value is a scan output of a Loop whose number of steps is not known before a run."""
+    """Return whether a value is a scan output of a Loop whose number of steps is not known before a run."""
     if node.op_type != "Loop" or node.domain:
         return False
     body = next(attribute.g for attribute in node.attribute if attribute.name == "body")
@@ -150,7 +155,7 @@ def _counts_steps(node: NodeProto, name: str, constants: Mapping[str, TensorProt
 
 
 def _has_rule(node: NodeProto, opset: int) -> bool:
-    """Whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
+    """Return whether ONNX has shape inference for a node; not all operators without a domain are ONNX's."""
     if node.domain or model_nodes.subgraphs(node) or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
         return False
     schema = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset)
@@ -173,14 +178,14 @@ def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
 
 
 def _read_names(graph: GraphProto) -> set[str]:
-    """The values that nodes read, or that the bodies of nodes return."""
+    """Return the values that nodes read, or that the bodies of nodes return."""
     nodes = list(model_nodes.nodes(graph))
     returned = {value.name for node in nodes for body in model_nodes.subgraphs(node) for value in body.output}
     return returned.union(*(node.input for node in nodes))
 
 
 def _dtype(value: str, kind: str, node: NodeProto) -> str:
-    """The plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
+    """Return the plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
     inner = kind.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
     if not kind.startswith("tensor(") or name not in ITEM_NBYTES:
@@ -198,10 +203,9 @@ def static_shape(tensor: ModelTensor) -> tuple[int, ...]:
 
 
 def _observe(
-    model: bytes, folder: Path, inputs: Sequence[ModelTensor], names: Sequence[str], makers: Mapping[str, NodeProto]
+    model: bytes, folder: Path, feeds: Sequence[Feed], names: Sequence[str], makers: Mapping[str, NodeProto]
 ) -> dict[str, tuple[int, ...]]:
     """Shapes that two runs on different inputs agree on."""
-    feeds = [_draw(inputs, seed) for seed in range(2)]
     _, results = ort_process.run(model, folder=str(folder), names=names, feeds=feeds)
     seen: list[list[list[int]]] = []
     for result in results:
@@ -218,13 +222,17 @@ def _observe(
     return {name: tuple(shape) for name, shape in zip(names, seen[0], strict=True)}
 
 
-def _draw(inputs: Sequence[ModelTensor], seed: int) -> Feed:
-    """Inputs to observe with: normal floats, integers that are all 0 in one run and 1 in the other."""
+def _draw(inputs: Sequence[ModelTensor], ranges: Ranges, seed: int) -> Feed:
+    """Inputs to observe with: normal floats, integers at the lower end of their range (seed 0) or the upper (1).
+
+    Bools, and integers without a range, are 0 or 1.
+    """
     random = np.random.default_rng(seed)
     drawn = {}
     for tensor in inputs:
         dtype, shape = numpy_dtype(tensor.dtype), static_shape(tensor)
-        values = np.full(shape, seed) if dtype.kind in "biu" else random.standard_normal(shape)
+        ends = ranges.get(tensor.name, (0, 1))
+        values = np.full(shape, ends[seed]) if dtype.kind in "biu" else random.standard_normal(shape)
         drawn[tensor.name] = np.asarray(values).astype(dtype)
     return drawn
 

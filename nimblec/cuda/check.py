@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import ProgramKey
+from nimblec.cuda.proofs import prove_programs
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded
+from nimblec.padding.fits import find_fits
 from nimblec.plan import encoder
-from nimblec.plan.fits import find_fits
 from nimblec.plan.lean import DifferingOutput, LeanProcess, run_seconds
 from nimblert import golden
 from nimblert.errors import CudaError
@@ -49,7 +50,7 @@ def write_checked(
             plan = replace(plan, programs=tuple(_with_golden(*run, request, reports) for run in runs))
         if request.options.sizes:
             with reports.stage("padding"), code.ignoring():
-                plan, notes = find_fits(plan)
+                plan, notes = find_fits(plan, prove_programs(plan, originals.values()))
             reports.note(notes)
         with reports.stage("write"):
             encoder.write(plan, request.output)
@@ -63,7 +64,7 @@ def write_checked(
 def _with_golden(
     program: Program, recorded: Recorded, original: "TorchModel", request: CompileRequest, reports: Reports
 ) -> Program:
-    """The program with the framework's results for seeded inputs, and the difference between two runs."""
+    """Return the program with the framework's results for seeded inputs, and the difference between two runs."""
     inputs = golden.draw_inputs(program, _SEED)
     first, second = recorded.recorder.compute(inputs), recorded.recorder.compute(inputs)
     tolerance = spread(first, second)
@@ -77,7 +78,7 @@ def _with_golden(
 
 
 def _diagnosis(plan: Plan, problem: DifferingOutput, recorded: Mapping[ProgramKey, Recorded]) -> str:
-    """The place where the replay of a program departs from the framework."""
+    """Return the place where the replay of a program departs from the framework."""
     from nimblec.cuda.diagnosis import first_difference
 
     program = next(p for p in plan.programs if p.name == problem.program)
@@ -102,7 +103,7 @@ def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
 
 
 def report(program: Program, original: Compute, changed: Compute, allowed: float | None) -> Iterator[str]:
-    """A sentence for each output with the largest and the mean of its relative differences.
+    """Yield a sentence for each output with the largest and the mean of its relative differences.
 
     Raises CompileError for one that differs by more than ``allowed``.
     """

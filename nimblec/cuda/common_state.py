@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def with_common_state(models: "Mapping[ProgramKey, TorchModel]") -> "dict[ProgramKey, TorchModel]":
-    """The models, each with the storages that other entries write, which its rewrites must not fold."""
+    """Return the models, each with the storages that other entries write, which its rewrites must not fold."""
     from nimblec.pytorch.flat import written_storages  # brings in torch
 
     written = frozenset().union(*map(written_storages, models.values()))
@@ -48,7 +48,7 @@ def refuse_folded_state(
 
 
 def _storages(module: Any) -> set[int]:
-    """The storages of the parameters and buffers of a module; none for a function."""
+    """Return the storages of the parameters and buffers of a module; none for a function."""
     if not hasattr(module, "named_buffers"):
         return set()
     return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}

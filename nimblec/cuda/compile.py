@@ -96,7 +96,7 @@ def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
 
 
 def _failure(stage: str, message: dict[str, str]) -> CompileError:
-    """An unexpected error of the capture process, with its traceback as a note."""
+    """Return an unexpected error of the capture process, with its traceback as a note."""
     error = CompileError(f"the capture process failed in the stage {stage!r}: {message['unforeseen']}")
     error.add_note(message["traceback"])
     return error

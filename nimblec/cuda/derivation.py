@@ -71,7 +71,7 @@ class Derivation:
     parts: tuple[frozenset[str], ...]
 
     def __call__(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The memories, for these weights."""
+        """Return the memories, for these weights."""
         with torch.no_grad():
             made: tuple[Tensor, ...] = self.module(*(weights[name] for name in self.sources))
         return made
@@ -135,17 +135,17 @@ class Derivations(TorchDispatchMode):
         return result
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
-        """The weights that the memory of a tensor depends on."""
+        """Return the weights that the memory of a tensor depends on."""
         memory = self._memory(tensor)
         return frozenset() if memory is None else memory.sources
 
     def is_told(self, tensor: Tensor) -> bool:
-        """Whether the calls that computed the memory of a tensor from weights are known."""
+        """Return whether the calls that computed the memory of a tensor from weights are known."""
         memory = self._memory(tensor)
         return memory is not None and memory.node is not None
 
     def recipe(self, tensors: Iterable[Tensor], *, on: torch.device | None = None) -> Derivation:
-        """The recipe for the memories of tensors with known calls, on a device or where each was made (None)."""
+        """Return the recipe for the memories of tensors with known calls, on a device or where each was made (None)."""
         graph = fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         memories = [memory for memory in map(self._memory, tensors) if memory is not None]
@@ -220,11 +220,11 @@ class Derivations(TorchDispatchMode):
         return self._graph.call_function(func, *tree_map_only(Tensor, node_of, (args, kwargs)))
 
     def _is_readable(self, tensor: Tensor) -> bool:
-        """Whether a recipe may read a tensor: one that depends on weights, or a small one."""
+        """Return whether a recipe may read a tensor: one that depends on weights, or a small one."""
         return self._memory(tensor) is not None or tensor.nbytes <= _MOST_FIXED_NBYTES
 
     def _argument(self, tensor: Tensor) -> fx.Node:
-        """The node for a tensor that a call reads."""
+        """Return the node for a tensor that a call reads."""
         memory = self._memory(tensor)
         if memory is None:
             name = f"fixed_{len(self._graph.nodes)}"
@@ -248,13 +248,13 @@ def _lies(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _returns_written(func: OpOverload) -> bool:
-    """Whether a call returns only the one tensor that it writes."""
+    """Return whether a call returns only the one tensor that it writes."""
     returned = [each.alias_info for each in func._schema.returns]
     return len(returned) == 1 and returned[0] is not None and returned[0].is_write
 
 
 def _is_all(memory: _Memory) -> bool:
-    """Whether the first tensor in a memory covers it without gaps, so that a copy has the same layout."""
+    """Return whether the first tensor in a memory covers it without gaps, so that a copy has the same layout."""
     shape, strides, offset = memory.lies
     return is_dense(shape, strides) and not offset and prod(shape) == memory.count
 
@@ -264,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a call writes."""
+    """Yield the tensors that a call writes."""
     for place, described in enumerate(func._schema.arguments):
         if described.alias_info is not None and described.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(described.name)
@@ -294,6 +294,6 @@ def strides_of_moved(recipe: Derivation, weight: Tensor) -> tuple[int, ...] | No
 
 
 def _is_move(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a call only moves elements, and keeps the dtype."""
+    """Return whether a call only moves elements, and keeps the dtype."""
     leaves = tree_leaves((node.args, node.kwargs))
     return node.target in _MOVES and all(leaf is dtype for leaf in leaves if isinstance(leaf, torch.dtype))

@@ -25,7 +25,7 @@ _COMPARED = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
 
 
 def first_difference(recording: Recording, device: Device, inputs: Mapping[str, np.ndarray], expected: Golden) -> str:
-    """A sentence that names the first op whose result differs from the captured graph's.
+    """Return a sentence that names the first op whose result differs from the captured graph's.
 
     ``inputs`` are by name, ``expected`` are the framework's results for them without capture. The sentence says
     instead if the captured graph itself gives other results, or if every single kernel agrees.
@@ -60,7 +60,7 @@ def first_difference(recording: Recording, device: Device, inputs: Mapping[str, 
 
 
 def separate(graph: Graph) -> Layout:
-    """A layout in which no two buffers share bytes."""
+    """Return a layout in which no two buffers share bytes."""
     offsets = [0] * len(graph.buffers)
     ends = dict.fromkeys(Region, 0)
     regions = {BufferKind.CONSTANT: Region.WEIGHTS, BufferKind.STATE: Region.STATE}

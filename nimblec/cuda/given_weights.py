@@ -40,5 +40,5 @@ def _named(module: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor spans its storage, in C order."""
+    """Return whether a tensor spans its storage, in C order."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()

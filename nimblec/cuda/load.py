@@ -16,7 +16,7 @@ _SEED = 0
 
 
 def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
-    """The model of each entry, in the sizes of each profile."""
+    """Return the model of each entry, in the sizes of each profile."""
     import torch
 
     from nimblec.pytorch import sources
@@ -60,7 +60,7 @@ def let_torch_draw(models: "Iterable[TorchModel]") -> None:
 
 
 def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":
-    """An ONNX file in the sizes of each profile, with the weights from ``weigh``."""
+    """Return an ONNX file in the sizes of each profile, with the weights from ``weigh``."""
     from nimblec.onnx_import.torch_model import load_onnx
 
     options = request.options

@@ -49,7 +49,7 @@ class Recipes:
     model: TorchModel | None
 
     def named(self, graph: Graph) -> Graph:
-        """The graph with these names for its replaceable constants."""
+        """Return the graph with these names for its replaceable constants."""
         buffers = (
             replace(buffer, name=self.names[buffer.storage], is_replaceable=True)
             if buffer.kind is BufferKind.CONSTANT and buffer.storage in self.names
@@ -60,7 +60,7 @@ class Recipes:
 
 
 def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: str) -> Recipes:
-    """The recipes for the constants of some of the variants, on a device."""
+    """Return the recipes for the constants of some of the variants, on a device."""
     derivations, weights = refittable.derivations, refittable.weights
     names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -89,7 +89,7 @@ def recipes(refittable: Refittable[Any], models: Iterable[TorchModel], device: s
 
 
 def _name(recipe: Derivation, tensor: Tensor) -> str:
-    """A unique name for a constant: the first of its weights, and a digest of its recipe."""
+    """Return a unique name for a constant: the first of its weights, and a digest of its recipe."""
     digest = sha256(f"{recipe.sources} {tensor.dtype}".encode())
     for node in recipe.module.graph.nodes:
         digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
@@ -100,7 +100,7 @@ def _name(recipe: Derivation, tensor: Tensor) -> str:
 
 
 def _given(recipe: Derivation, weights: Mapping[str, Tensor]) -> Given | None:
-    """The weight that a constant is a copy of, if any."""
+    """Return the weight that a constant is a copy of, if any."""
     if len(recipe.sources) > 1:
         return None
     (name,) = recipe.sources
@@ -112,7 +112,7 @@ def _given(recipe: Derivation, weights: Mapping[str, Tensor]) -> Given | None:
 
 
 def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Recipes, made: Graph | None) -> Plan:
-    """The plan, with refits, of these parts, whose graphs come from `Recipes.named`.
+    """Return the plan, with refits, of these parts, whose graphs come from `Recipes.named`.
 
     ``made`` is the captured model of the recipes.
     """
@@ -134,7 +134,7 @@ def assemble_refittable(parts: Sequence[Part], provenance: Provenance, found: Re
 
 
 def _apart(graph: Graph, names: Sequence[str]) -> Iterator[Graph]:
-    """The independent parts of a graph, which share only constants; its outputs get these names."""
+    """Yield the independent parts of a graph, which share only constants; its outputs get these names."""
     outputs = [replace(view, name=name) for view, name in zip(graph.outputs, names, strict=True)]
     shared = {n for n, b in enumerate(graph.buffers) if b.kind in (BufferKind.CONSTANT, BufferKind.WORKSPACE)}
     parent = list(range(len(graph.buffers)))

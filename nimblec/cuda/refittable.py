@@ -99,7 +99,7 @@ def of_files(load: Callable[[Weigh], Mapping[K, TorchModel]]) -> Origin[K]:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is floating-point, has at least one axis, and spans its memory without gaps."""
+    """Return whether a tensor is floating-point, has at least one axis, and spans its memory without gaps."""
     is_whole = is_dense(tensor.shape, tensor.stride()) and tensor.nbytes == tensor.untyped_storage().nbytes()
     return bool(tensor.dtype.is_floating_point and tensor.dim() and tensor.numel() and is_whole)
 
@@ -127,12 +127,12 @@ class Refittable(Generic[K]):
     kept: frozenset[str]
 
     def as_variants(self, key: K) -> Iterator[Variant]:
-        """The finished variants of a model."""
+        """Yield the finished variants of a model."""
         for made in self.variants[key]:
             yield replace(as_it_runs(made.model), name=made.name, is_original=False)
 
     def constants(self, models: Iterable[TorchModel]) -> Iterator[Tensor]:
-        """The constants of some of the variants."""
+        """Yield the constants of some of the variants."""
         every = {id(each.model): each for made in self.variants.values() for each in made}
         for model in models:
             yield from every[id(model)].constants
@@ -189,7 +189,7 @@ class _Trial(Generic[K]):
                 _refuse_special(like, self)
 
     def every(self) -> Iterator[Made]:
-        """All variants of all models."""
+        """Yield all variants of all models."""
         for made in self.made.values():
             yield from made
 
@@ -247,7 +247,7 @@ def _text(module: fx.GraphModule) -> list[str]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the memory of a tensor, as one axis."""
+    """Return all of the memory of a tensor, as one axis."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 

@@ -49,14 +49,14 @@ class Selector:
         self._recorders = recorders
 
     def variants(self, model: "TorchModel") -> "Iterator[Variant]":
-        """The variants of a model at the requested level."""
+        """Return the variants of a model at the requested level."""
         from nimblec.optimize.variants import variants
 
         report = (lambda step: self._reports.note([str(step)])) if self._request.options.print_passes else None
         return variants(model, self._request.level, half(self._request.options.precision), self._times, report)
 
     def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
-        """The variant of a model whose plan takes the least GPU time."""
+        """Return the variant of a model whose plan takes the least GPU time."""
         from nimblec.optimize.variants import as_it_runs
 
         level, dtype = self._request.level, half(self._request.options.precision)
@@ -109,7 +109,7 @@ class Selector:
         )
 
     def _schedule(self, graph: Graph) -> tuple[Part, int]:
-        """A variant with its schedule, and the nanoseconds it takes on the GPU, 0 if no times decide."""
+        """Return a variant with its schedule, and the nanoseconds it takes on the GPU, 0 if no times decide."""
         provenance = provenance_of(self._request)
         streams, memory_limit = self._request.options.streams, self._request.options.memory_limit
         if self._request.options.reproducible:
@@ -123,7 +123,7 @@ class Selector:
 
 
 def half(precision: str) -> "torch.dtype | None":
-    """The dtype of a half precision; None for the others."""
+    """Return the dtype of a half precision; None for the others."""
     import torch
 
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)

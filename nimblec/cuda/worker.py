@@ -20,8 +20,8 @@ from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files,
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
+from nimblec.padding.fits import mark_masks
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.plan.fits import mark_masks
 from nimblec.plan.timing_cache import TimingCache
 from nimblert.cuda import driver
 from nimblert.plan import Plan
@@ -103,7 +103,7 @@ class _Worker:
         return Recorders(code, allocator)
 
     def _load(self, recorders: "Recorders") -> "dict[ProgramKey, TorchModel]":
-        """The requested models, each checked to give the same results twice."""
+        """Return the requested models, each checked to give the same results twice."""
         with self._reports.stage("load the model"):
             originals = load_models(self._request)
             if self._request.options.reproducible:
@@ -123,7 +123,7 @@ class _Worker:
     def _made_refittable(
         self, originals: "Mapping[ProgramKey, TorchModel]", selector: Selector, recorders: "Recorders"
     ) -> "Refittable[ProgramKey] | None":
-        """All variants of the models, made for any weights; None if that is not requested or not needed.
+        """Return all variants of the models, made for any weights; None if that is not requested or not needed.
 
         A module that is captured as it runs reads its weights themselves.
         """
@@ -152,7 +152,7 @@ class _Worker:
         models: "Iterable[TorchModel]",
         recorders: "Recorders",
     ) -> Plan:
-        """The plan of the parts captured from ``models``, with its refits."""
+        """Return the plan of the parts captured from ``models``, with its refits."""
         from nimblec.cuda.refit_programs import assemble_refittable, recipes
 
         with self._reports.stage("recipes"):
@@ -180,7 +180,7 @@ def _refuse_folded_state(
 
 
 def _parts(originals: "Mapping[ProgramKey, TorchModel]", recorded: Mapping[ProgramKey, Recorded]) -> list[Part]:
-    """The recorded parts with their entries and profiles, and with the names of weights that may be replaced."""
+    """Return the recorded parts with their entries and profiles, and with the names of weights that may be replaced."""
     from nimblec.cuda.given_weights import with_weights
 
     parts = []

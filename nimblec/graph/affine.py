@@ -45,7 +45,7 @@ def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _read_norm(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """The first result of a batch norm in inference whose other results are unused."""
+    """Return the first result of a batch norm in inference whose other results are unused."""
     norm = node.args[0] if node.args else None
     if not (isinstance(norm, fx.Node) and is_call(norm, *NORMS)) or node.args[1:] != (0,) or len(norm.users) != 1:
         return None
@@ -70,7 +70,7 @@ def _read_norm(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """A product or sum of a tensor and a constant that varies along one axis at most."""
+    """Return a product or sum of a tensor and a constant that varies along one axis at most."""
     if not is_call(node, *_SUMS, *_PRODUCTS):
         return None
     left, right = argument(node, 0), argument(node, 1)
@@ -100,7 +100,7 @@ def _read_arithmetic(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _read_addcmul(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """An ``addcmul`` by constants for each channel: a batch norm that could not be folded."""
+    """Return an ``addcmul`` by constants for each channel: a batch norm that could not be folded."""
     if not is_call(node, aten.addcmul.default) or node.kwargs:
         return None
     shift, source, scale = (argument(node, place) for place in range(3))
@@ -113,7 +113,7 @@ def _read_addcmul(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
 
 
 def _along_axis(rewriter: Rewriter, other: Any, source: fx.Node) -> tuple[int | None, Tensor] | None:
-    """The one axis that a constant varies along, if any, and its values along it."""
+    """Return the one axis that a constant varies along, if any, and its values along it."""
     if isinstance(other, (int, float)) and not isinstance(other, bool):
         return None, torch.tensor([other], dtype=torch.float64)
     value, rank = rewriter.value(other), fake(source).dim()

@@ -69,7 +69,7 @@ RECURRENT: Mapping[Any, str] = {
 
 
 def _normalized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of a batch norm in inference."""
+    """Return the results of a batch norm in inference."""
     return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
 
 
@@ -84,7 +84,7 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """The results of a recurrent network for (steps, batch, width), or (batch, steps, width) if ``batch_first``.
+    """Return the results of a recurrent network for (steps, batch, width), or (batch, steps, width) if ``batch_first``.
 
     They are the outputs of all steps, (steps, batch, hidden) in memory whatever their shape, and each
     part of the last state. Source: aten/src/ATen/native/RNN.cpp of PyTorch.
@@ -110,5 +110,5 @@ class Interpreter(fx.Interpreter):
     """Runs a graph with these calls replaced by their definitions."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a call."""
+        """Return the value of a call."""
         return super().call_function(DEFINITIONS.get(target, target), args, kwargs)

@@ -52,7 +52,7 @@ LARGEST_WINDOW = 25
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a generated kernel can compute the call: all its results are real tensors, the first not empty."""
+    """Return whether a generated kernel can compute the call: all its results are real tensors, the first not empty."""
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
         return False
@@ -65,22 +65,22 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result depends only on those at its place in the broadcast arguments."""
+    """Return whether each element of the result depends only on those at its place in the broadcast arguments."""
     return is_tagged_pointwise(node) or _name(node) in _POINTWISE
 
 
 def is_stencil(node: fx.Node) -> bool:
-    """Whether each result reads a neighbourhood, so that computing its argument on the fly would repeat work."""
+    """Return whether each result reads a neighbourhood, so that computing its argument on the fly would repeat work."""
     return _name(node) in _STENCILS
 
 
 def is_slow_alone(node: fx.Node) -> bool:
-    """Whether a generated kernel is much faster than the call itself, though it computes nothing else."""
+    """Return whether a generated kernel is much faster than the call itself, though it computes nothing else."""
     return _name(node) in _SLOW_ALONE and (_name(node) not in _POOLS or _window(node) <= LARGEST_WINDOW)
 
 
 def is_one_launch(node: fx.Node) -> bool:
-    """Whether ATen computes the call by a single kernel that is not much slower than a generated one."""
+    """Return whether ATen computes the call by a single kernel that is not much slower than a generated one."""
     return _name(node) in _ONE_LAUNCH
 
 
@@ -95,5 +95,5 @@ def _window(node: fx.Node) -> int:
 
 
 def _name(node: fx.Node) -> str:
-    """The name of a call within its namespace; empty where it calls no overload."""
+    """Return the name of a call within its namespace; empty where it calls no overload."""
     return node.target._schema.name.partition("::")[2] if isinstance(node.target, OpOverload) else ""

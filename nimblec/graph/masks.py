@@ -10,12 +10,12 @@ HIDDEN = -1e4
 
 
 def hides_nothing(mask: Tensor) -> bool:
-    """Whether a mask (True where a key is read, or what to add to the scores) changes nothing."""
+    """Return whether a mask (True where a key is read, or what to add to the scores) changes nothing."""
     return bool(mask.all()) if mask.dtype == torch.bool else bool((mask == 0).all())
 
 
 def is_causal(mask: Tensor, lengths: Sequence[int]) -> bool:
-    """Whether a mask shows each query the keys up to its own; ``lengths`` (queries, keys) must be equal."""
+    """Return whether a mask shows each query the keys up to its own; ``lengths`` (queries, keys) must be equal."""
     if lengths[0] != lengths[1] or tuple(mask.shape[-2:]) != tuple(lengths):
         return False
     earlier = torch.ones(tuple(lengths), dtype=torch.bool, device=mask.device).tril().expand(mask.shape)

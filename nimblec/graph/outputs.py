@@ -39,7 +39,7 @@ def separate_outputs(module: fx.GraphModule) -> None:
 
 
 def output_strides(module: fx.GraphModule) -> Strides:
-    """The strides of each output."""
+    """Return the strides of each output."""
     return tuple(tuple(fake(node).stride()) for node in outputs_of(module))
 
 
@@ -56,7 +56,7 @@ def restore_strides(module: fx.GraphModule, strides: Strides) -> None:
 
 
 def _copied(rewriter: Rewriter, node: fx.Node, strides: Sequence[int], *, at: fx.Node) -> fx.Node:
-    """A dense copy whose axes have the order in memory of these strides."""
+    """Return a dense copy whose axes have the order in memory of these strides."""
     like = fake(node)
     formats = (torch.contiguous_format, *([torch.channels_last] if like.dim() == 4 else []))
     for memory_format in formats:
@@ -69,5 +69,5 @@ def _copied(rewriter: Rewriter, node: fx.Node, strides: Sequence[int], *, at: fx
 
 
 def outputs_of(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    """The values that a graph returns, in order."""
+    """Return the values that a graph returns, in order."""
     return tuple(argument(module.graph.output_node(), 0))

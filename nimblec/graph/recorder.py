@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, result)
 
     def _makes_on_device(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call creates a tensor on the device, as composite calls do besides using their arguments."""
+        """Return whether a call creates a tensor on the device, as composite calls do besides using their arguments."""
         on = kwargs.get("device")
         return isinstance(on, torch.device) and on.type == self.device.type != "cpu"
 
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
                 holder.meta["val"] = type(value)(now if part is fake else part for part in value)
 
     def _is_alone(self, fake: FakeTensor) -> bool:
-        """Whether it shares memory with no other value and with no argument of the graph."""
+        """Return whether it shares memory with no other value and with no argument of the graph."""
         return self._sharing[_storage(fake)] == 1 and _storage(fake) not in self._given
 
     def _record(
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _plain(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The functional form of an overload that writes into its first argument."""
+    """Return the functional form of an overload that writes into its first argument."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     plain = getattr(packet, func._overloadname, None)
@@ -288,7 +288,7 @@ def _without_tracebacks() -> Iterator[None]:
 
 
 def _has_strides(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
-    """Whether ``tensor`` has these strides; those of axes of length 1 do not count."""
+    """Return whether ``tensor`` has these strides; those of axes of length 1 do not count."""
     apart = [n for n, length in enumerate(shape) if length != 1]
     return (
         tuple(tensor.shape) == tuple(shape)
@@ -303,7 +303,7 @@ def _storage(tensor: Tensor) -> int:
 
 @cache
 def is_decomposed(func: torch._ops.OpOverload) -> bool:
-    """Whether a call is decomposed by the dispatcher itself, not by Python, and should be."""
+    """Return whether a call is decomposed by the dispatcher itself, not by Python, and should be."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return func not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")
 

@@ -36,17 +36,17 @@ class Rewriter:
         self._fresh = sum(1 for _ in module.buffers())
 
     def calls(self, *targets: OpOverload) -> list[fx.Node]:
-        """The calls of these overloads, in order."""
+        """Return the calls of these overloads, in order."""
         return [node for node in self.graph.nodes if is_call(node, *targets)]
 
     def value(self, node: Any) -> Tensor | None:
-        """The tensor of a constant; None for anything else."""
+        """Return the tensor of a constant; None for anything else."""
         if not isinstance(node, fx.Node) or node.op != "get_attr":
             return None
         return constant_of(self.module, node)
 
     def constant(self, tensor: Tensor, *, at: fx.Node) -> fx.Node:
-        """A new constant, placed before ``at`` and named as coming from there."""
+        """Return a new constant, placed before ``at`` and named as coming from there."""
         while hasattr(self.module, f"folded_{self._fresh}"):
             self._fresh += 1
         name = f"folded_{self._fresh}"
@@ -58,13 +58,13 @@ class Rewriter:
         return _described(node, value, at)
 
     def call(self, target: Any, *args: Any, at: fx.Node, **kwargs: Any) -> fx.Node:
-        """A new call, placed before ``at`` and named as coming from there."""
+        """Return a new call, placed before ``at`` and named as coming from there."""
         with self.graph.inserting_before(at):
             node = self.graph.call_function(target, args, kwargs)
         return _described(node, self.infer(node), at)
 
     def infer(self, node: fx.Node) -> Any:
-        """The results of a call as fake tensors; inferred again only where its arguments have changed."""
+        """Return the results of a call as fake tensors; inferred again only where its arguments have changed."""
         given = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: f"value {id(n.meta['val'])}")
         read = f"{node.target} {given}"
         last: _Inference | None = node.meta.get("inference")
@@ -103,7 +103,7 @@ class Rewriter:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph to change, on the same constants, with the values and sources of its nodes.
+    """Return a copy of a graph to change, on the same constants, with the values and sources of its nodes.
 
     Python code is generated for it when it is first called, not after each of its rewrites.
     """
@@ -111,12 +111,12 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_call(node: Any, *targets: OpOverload) -> bool:
-    """Whether ``node`` is a call of one of these overloads."""
+    """Return whether ``node`` is a call of one of these overloads."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The one node that uses ``node``, once; None where there are several or none."""
+    """Return the one node that uses ``node``, once; None where there are several or none."""
     (user, *more) = node.users or (None,)
     return user if user is not None and not more and times_read(node, user) == 1 else None
 
@@ -127,14 +127,14 @@ def times_read(node: fx.Node, user: fx.Node) -> int:
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by the names of its schema, defaults too."""
+    """Return all arguments of a call by the names of its schema, defaults too."""
     arguments = _overload(node)._schema.arguments
     given = dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in arguments}
 
 
 def argument_names(node: fx.Node) -> list[str]:
-    """The names of a call's arguments, in the order of its schema."""
+    """Return the names of a call's arguments, in the order of its schema."""
     return [described.name for described in _overload(node)._schema.arguments]
 
 
@@ -144,7 +144,7 @@ def _overload(node: fx.Node) -> OpOverload:
 
 
 def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
-    """The result of a call that is made now, on real values of its arguments, without autograd."""
+    """Return the result of a call that is made now, on real values of its arguments, without autograd."""
     target: Any = node.target
     args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), value)
     with torch.no_grad():
@@ -152,12 +152,12 @@ def called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
 
 
 def argument(node: fx.Node, place: int) -> Any:
-    """The positional argument of a call at this place, usually a node."""
+    """Return the positional argument of a call at this place, usually a node."""
     return node.args[place]
 
 
 def fake(node: fx.Node) -> FakeTensor:
-    """The fake tensor with the dtype, shape and strides of a node."""
+    """Return the fake tensor with the dtype, shape and strides of a node."""
     value: FakeTensor = node.meta["val"]
     return value
 
@@ -175,14 +175,14 @@ def views(node: fx.Node) -> fx.Node | None:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` may share."""
+    """Return the node whose memory ``node`` may share."""
     while (viewed := views(node)) is not None:
         node = viewed
     return node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """All users of a value and of its views, the views included."""
+    """Yield all users of a value and of its views, the views included."""
     for user in node.users:
         yield user
         if views(user) is not None:
@@ -190,7 +190,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a call is deterministic and without side effects."""
+    """Return whether a call is deterministic and without side effects."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
@@ -199,7 +199,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Tensor:
-    """The tensor that a get_attr node reads."""
+    """Return the tensor that a get_attr node reads."""
     path, _, name = str(node.target).rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(path), name)
     return tensor
@@ -218,7 +218,7 @@ def _described(node: fx.Node, value: Any, at: fx.Node) -> fx.Node:
 
 
 def _read_only_by(node: fx.Node) -> list[fx.Node]:
-    """The calls whose results only ``node`` depends on, in their order, and itself."""
+    """Return the calls whose results only ``node`` depends on, in their order, and itself."""
     found = [node]
     for each in found:
         for read in each.all_input_nodes:
@@ -246,7 +246,7 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def _constants(module: fx.GraphModule) -> set[str]:
-    """The names of all tensors that the module holds; tied ones have several."""
+    """Return the names of all tensors that the module holds; tied ones have several."""
     named = (*module.named_buffers(remove_duplicate=False), *module.named_parameters(remove_duplicate=False))
     return {name for name, _ in named}
 

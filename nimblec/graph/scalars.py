@@ -39,7 +39,7 @@ def shifted(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
 
 
 def _with_number(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """The tensor and the number that a call combines, in either order."""
+    """Return the tensor and the number that a call combines, in either order."""
     for x, other in (node.args[:2], node.args[1::-1]):
         value = number(rewriter, other)
         if value is not None and isinstance(x, fx.Node):

@@ -72,7 +72,7 @@ def _spell_out(node: fx.Node) -> None:
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:
-    """Whether values, dtype and strides stay; whether a copy is made does not matter here."""
+    """Return whether values, dtype and strides stay; whether a copy is made does not matter here."""
     before, after = fake(source), fake(node)
     return (
         (before.dtype, before.device, before.shape) == (after.dtype, after.device, after.shape)

@@ -22,7 +22,7 @@ class StateSlot:
 
 
 def slots(module: fx.GraphModule) -> dict[fx.Node, StateSlot]:
-    """The state among the arguments of a graph."""
+    """Return the state among the arguments of a graph."""
     arguments = (node for node in module.graph.nodes if node.op == "placeholder")
     return {node: node.meta[_KEY] for node in arguments if _KEY in node.meta}
 
@@ -38,7 +38,7 @@ def set_scratch(constant: fx.Node) -> None:
 
 
 def scratch(module: nn.Module) -> Iterator[Tensor]:
-    """The scratch memory of the graphs in a module."""
+    """Yield the scratch memory of the graphs in a module."""
     for graph_module in module.modules():
         if isinstance(graph_module, fx.GraphModule):
             for node in graph_module.graph.nodes:

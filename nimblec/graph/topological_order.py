@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 
 
 def topological_order(successors: Sequence[Collection[int]]) -> list[int]:
-    """All nodes, each before its ``successors``, the smallest first among several; none on or behind a cycle."""
+    """Return all nodes, each before its ``successors``, the smallest first among several; none on or behind a cycle."""
     waiting = [0] * len(successors)
     for nodes in successors:
         for node in nodes:

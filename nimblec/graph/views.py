@@ -32,7 +32,7 @@ def viewed_alike(rewriter: Rewriter, node: fx.Node, chain: list[fx.Node], *, at:
 
 
 def as_stored(rewriter: Rewriter, node: fx.Node, shape: list[int], *, at: fx.Node) -> fx.Node:
-    """A contiguous view of ``shape`` of a dense node: its elements in their order in memory."""
+    """Return a contiguous view of ``shape`` of a dense node: its elements in their order in memory."""
     strides = fake(node).stride()
     order = sorted(range(len(strides)), key=lambda axis: -strides[axis])
     if order != sorted(order):
@@ -41,7 +41,7 @@ def as_stored(rewriter: Rewriter, node: fx.Node, shape: list[int], *, at: fx.Nod
 
 
 def permutation(node: fx.Node) -> list[int]:
-    """The permutation of axes that a transpose makes: result axis i is axis ``[i]`` of its argument."""
+    """Return the permutation of axes that a transpose makes: result axis i is axis ``[i]`` of its argument."""
     given, rank = bound(node), fake(node).dim()
     if node.target is aten.permute.default:
         return [axis % rank for axis in given["dims"]]
@@ -55,17 +55,17 @@ def permutation(node: fx.Node) -> list[int]:
 
 
 def lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; those of axes of length 1 do not matter."""
+    """Return whether a tensor has these strides; those of axes of length 1 do not matter."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether images (4 axes) lie channels last, without gaps."""
+    """Return whether images (4 axes) lie channels last, without gaps."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result lies in the memory of an argument; both must have been inferred by one `propagate`."""
+    """Return whether the result lies in the memory of an argument; both must have been inferred by one `propagate`."""
     viewed = views(node)
     if viewed is None:
         return False
@@ -75,7 +75,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def fixed_strides(graph: fx.Graph) -> set[fx.Node]:
-    """The values whose strides a `BY_STRIDE` call may depend on: all that it is computed from, back to products.
+    """Return the values whose strides a `BY_STRIDE` call may depend on: all that it is computed from, back to products.
 
     Products lay out their results independently of their arguments.
     """
@@ -99,7 +99,7 @@ T = TypeVar("T")
 
 
 def reached(start: T, following: Callable[[T], Iterable[T]]) -> set[T]:
-    """All that can be reached from ``start`` by ``following``, itself included."""
+    """Return all that can be reached from ``start`` by ``following``, itself included."""
     found = {start}
     waiting = [start]
     while waiting:

@@ -66,17 +66,17 @@ _ACTIVATIONS: Mapping[OpOverload, str] = {
 
 
 def is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same dtype and shape."""
+    """Return whether two values have the same dtype and shape."""
     return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:
-    """Whether torch tags a call as pointwise: each element of its result depends on those at its place alone."""
+    """Return whether torch tags a call as pointwise: each element of its result depends on those at its place alone."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_relu(node: fx.Node) -> bool:
-    """Whether a call is max(x, 0), by whatever name."""
+    """Return whether a call is max(x, 0), by whatever name."""
     if is_call(node, aten.relu.default):
         return True
     if not is_call(node, aten.clamp.default, aten.clamp_min.default):
@@ -86,7 +86,7 @@ def is_relu(node: fx.Node) -> bool:
 
 
 def activation_of(node: fx.Node) -> str | None:
-    """The kernels' name of the activation that a call computes; None where they have none."""
+    """Return the kernels' name of the activation that a call computes; None where they have none."""
     if is_relu(node):
         return "relu"
     if is_call(node, aten.hardtanh.default, aten.clamp.default):
@@ -99,7 +99,7 @@ def activation_of(node: fx.Node) -> str | None:
 
 
 def is_well_grouped(convolution: fx.Node) -> bool:
-    """Whether cuDNN has fast kernels for the groups of a convolution.
+    """Return whether cuDNN has fast kernels for the groups of a convolution.
 
     That is one group, or groups of 4, 8, 16 ... channels with as many results.
     """

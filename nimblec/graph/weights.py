@@ -44,7 +44,7 @@ def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> 
 
 
 def _keeps(weight: Tensor, dtype: torch.dtype, *, axis: int) -> bool:
-    """Whether in ``dtype`` no channel along ``axis`` loses more than the rounding of the largest one.
+    """Return whether in ``dtype`` no channel along ``axis`` loses more than the rounding of the largest one.
 
     Weights of a channel whose scale is almost zero may fall below the normal range.
     """

@@ -18,7 +18,7 @@ _RUNNING_STATISTICS = {
 
 
 def written_positions(func: OpOverload, args: Sequence[Any]) -> Collection[int]:
-    """The positions of the arguments that a call with these positional ``args`` writes."""
+    """Return the positions of the arguments that a call with these positional ``args`` writes."""
     formals = enumerate(func._schema.arguments)
     declared = [at for at, formal in formals if formal.alias_info is not None and formal.alias_info.is_write]
     mean, var, training = _RUNNING_STATISTICS.get(str(func), (0, 0, 0))
@@ -26,7 +26,7 @@ def written_positions(func: OpOverload, args: Sequence[Any]) -> Collection[int]:
 
 
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node writes."""
+    """Yield the arguments that a node writes."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return
     formals = node.target._schema.arguments
@@ -36,12 +36,12 @@ def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def writers(value: fx.Node) -> list[fx.Node]:
-    """The calls that write a value, itself no view, or one of its views."""
+    """Return the calls that write a value, itself no view, or one of its views."""
     return [node for node in readers(value) if any(owner(written) is value for written in written_nodes(node))]
 
 
 def may_be_written(value: fx.Node) -> bool:
-    """Whether a call writes a value or one of its views, or may: a call of something other than ATen."""
+    """Return whether a call writes a value or one of its views, or may: a call of something other than ATen."""
     return bool(writers(value)) or any(map(_is_foreign, readers(value)))
 
 

@@ -63,7 +63,7 @@ def compare(path: Path, against: Against) -> Iterator[Check]:
 
 
 def _of_entry(path: Path, plan: Plan, entry: str | None) -> tuple[Program, ...]:
-    """The programs of an entry, or of the only one."""
+    """Return the programs of an entry, or of the only one."""
     entries = plan.entries
     if entry is None and len(entries) == 1:
         (entry,) = entries

@@ -40,12 +40,12 @@ def _problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
 
 
 def is_widest(policy: str) -> bool:
-    """Whether a policy promises all concurrency on the fewest streams."""
+    """Return whether a policy promises all concurrency on the fewest streams."""
     return policy.partition("-")[0] == "max"
 
 
 def _candidate_problems(program: Program, record: ScheduleRecord) -> Iterator[str]:
-    """The candidate that was kept is this program."""
+    """Yield the candidate that was kept is this program."""
     syncs = sum(isinstance(command, Wait) for command in program.commands)
     actual = (program.stream_count, syncs, program.arena_nbytes)
     for i, candidate in enumerate(record.candidates):

@@ -74,6 +74,6 @@ def _colour(stream: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of DOT: only quotes end it, but labels take backslashes for escapes of their own."""
+    """Return a string of DOT: only quotes end it, but labels take backslashes for escapes of their own."""
     lines = (visible(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n"))
     return '"' + "\\n".join(lines) + '"'

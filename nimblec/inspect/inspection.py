@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from nimblec.inspect.layers import by_layer
+from nimblec.inspect.parts import parts_of
 from nimblert.plan import (
     ITEM_NBYTES,
     Access,
@@ -91,7 +92,7 @@ def _modules_of(plan: Plan, origin: str) -> Json:
 
 
 def kernels_by_origin(plan: Plan) -> list[Json]:
-    """Every kernel with its origin and its launches: by origin, most launched first."""
+    """Return every kernel with its origin and its launches: by origin, most launched first."""
     launches = Counter(
         command.kernel for program in plan.programs for command in program.commands if isinstance(command, Launch)
     )
@@ -108,19 +109,19 @@ def kernels_by_origin(plan: Plan) -> list[Json]:
 
 
 def pointer_text(pointer: Pointer) -> str:
-    """A pointer for people to read: ``arena+4096``, ``input[0]+0``."""
+    """Return a pointer for people to read: ``arena+4096``, ``input[0]+0``."""
     indexed = pointer.region in {Region.INPUT, Region.OUTPUT}
     region = pointer.region.name.lower() + (f"[{pointer.index}]" if indexed else "")
     return f"{region}{pointer.offset:+d}"
 
 
 def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """A tensor type for people to read: ``float32 1x3x224x224``, ``int64 scalar``."""
+    """Return a tensor type for people to read: ``float32 1x3x224x224``, ``int64 scalar``."""
     return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
 
 
 def command_counts(program: Program) -> dict[str, int]:
-    """The number of commands of each kind in a program."""
+    """Return the number of commands of each kind in a program."""
     counts = Counter(type(command).__name__.lower() for command in program.commands)
     return {kind: counts[kind] for kind in COMMAND_KINDS}
 
@@ -170,7 +171,7 @@ def _program(plan: Plan, program: Program) -> Json:
         "outputs": [_tensor(tensor) for tensor in program.outputs],
         "streams": program.stream_count,
         "events": program.event_count,
-        "ops": len(program.ops),
+        "ops": len({part.op for _, work in program.work for part in parts_of(plan, work)}),
         "commands": command_counts(program),
         "regions": {
             "arena": program.arena_nbytes,
@@ -188,13 +189,13 @@ def _program(plan: Plan, program: Program) -> Json:
 
 
 def _fits(program: Program) -> dict[str, str]:
-    """The calls that a program serves, by dimension."""
+    """Return the calls that a program serves, by dimension."""
     fits = program.fits or (Fit.EXACT,) * len(program.profile)
     return {name: fit.name.lower() for (name, _), fit in zip(program.profile, fits, strict=True)}
 
 
 def _schedule(program: Program, record: ScheduleRecord) -> Json:
-    """The choice of the schedule; a sync is a wait of one stream for another."""
+    """Return the choice of the schedule; a sync is a wait of one stream for another."""
     return {
         "policy": record.policy,
         "streams": program.stream_count,
@@ -217,7 +218,7 @@ def _schedule(program: Program, record: ScheduleRecord) -> Json:
 
 
 def arena_map(program: Program) -> list[Json]:
-    """The byte ranges of the arena that commands touch, with the first and last command to do so.
+    """Return the byte ranges of the arena that commands touch, with the first and last command to do so.
 
     In ascending order of offset; ranges overlap where buffers take turns in the same bytes.
     """

@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from nimblec.base.places import LOSS, Phase, Place, places
-from nimblert.plan import Launch, Plan, Program, Region, Target, Work
-from nimblert.plan.pieces import writes
+from nimblec.inspect.parts import Part, parts_of
+from nimblert.plan import Launch, Plan, Program, Target, Work
 
 Layers: TypeAlias = tuple[str, ...]
 Phases: TypeAlias = tuple[str, ...]
@@ -22,7 +22,7 @@ _FORWARD = frozenset({(), (Phase.FORWARD.value,)})
 class Share:
     """Totals of commands: launches, copies and fills, bytes written, and time, each command run alone.
 
-    The time is 0 where it was not measured.
+    Of a launch of the CPU target, each node counts. The time is 0 where it was not measured.
     """
 
     launches: int = 0
@@ -40,27 +40,30 @@ class Share:
 
 
 def by_layer(plan: Plan, program: Program) -> dict[Group, Share]:
-    """The work of each layer, in the order in which the model runs them.
+    """Return the work of each layer, in the order in which the model runs them.
 
-    A command fused from several layers or phases is counted once, for all of them together. Empty where no op names
-    its layer, as in most ONNX files.
+    A command fused from several layers or phases is counted once, for all of them together. There are no times if a
+    launch has nodes of several: a plan has only their sum. Empty where no op names its layer, as in most ONNX files.
     """
     groups = _groups(plan, program)
     if not groups:
         return {}
-    works = [work for _, work in program.work]
-    order = _order(works, [groups[work.op] for work in works])
+    works = [(work, parts_of(plan, work)) for _, work in program.work]
+    is_timed = all(len({groups[part.op] for part in parts}) == 1 for _, parts in works)
+    order = _order([(part, groups[part.op]) for _, parts in works for part in parts])
     found: dict[Group, Share] = {}
-    for work in works:
-        layers, phases = groups[work.op]
-        group = tuple(sorted(layers, key=order.__getitem__)), phases
-        found[group] = found.get(group, Share()) + _share(work)
+    for work, parts in works:
+        for part in parts:
+            layers, phases = groups[part.op]
+            group = tuple(sorted(layers, key=order.__getitem__)), phases
+            duration_ns = work.duration_ns if is_timed and part is parts[0] else 0
+            found[group] = found.get(group, Share()) + _share(work, part, duration_ns)
     rows = sorted(found, key=lambda group: (not group[0], [order[layer] for layer in group[0]]))
     return {group: found[group] for group in rows}
 
 
 def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share], int]:
-    """The shares in at most ``most`` sets of layers, if possible: paths of modules are cut to a common depth.
+    """Return the shares in at most ``most`` sets of layers, if possible: paths of modules are cut to a common depth.
 
     Also that depth, in components of a path; 0 where nothing was cut.
     """
@@ -75,36 +78,31 @@ def at_depth(shares: dict[Group, Share], most: int) -> tuple[dict[Group, Share],
     return shares, 0
 
 
-def _order(works: Sequence[Work], issued: Sequence[Group]) -> dict[str, int]:
-    """The rank of each layer: by the first command of its forward pass that reads an input or another's result.
+def _order(issued: Sequence[tuple[Part, Group]]) -> dict[str, int]:
+    """Return the rank of each layer: by the first command of its forward pass that reads an input or another's result.
 
     Layers without one come last, the loss just before them.
     """
     first: dict[str, tuple[bool, bool, bool, int]] = {}
-    for place, (work, (layers, phases)) in enumerate(zip(works, issued, strict=True)):
+    for place, (part, (layers, phases)) in enumerate(issued):
         for layer in layers:
-            rank = phases not in _FORWARD, layer == LOSS, not _reads_values(work), place
+            rank = phases not in _FORWARD, layer == LOSS, not part.reads_values, place
             first[layer] = min(rank, first.get(layer, rank))
     return {layer: number for number, layer in enumerate(sorted(first, key=first.__getitem__))}
 
 
-def _reads_values(work: Work) -> bool:
-    read = [access.pointer for access in work.reads] if isinstance(work, Launch) else []
-    return any(pointer.region in {Region.ARENA, Region.INPUT} for pointer in read)
-
-
-def _share(work: Work) -> Share:
+def _share(work: Work, part: Part, duration_ns: int) -> Share:
     is_launch = isinstance(work, Launch)
     return Share(
         launches=int(is_launch),
         copies=int(not is_launch),
-        written=sum(access.nbytes for access in writes(work)),
-        duration_ns=work.duration_ns,
+        written=sum(result.nbytes for result in part.results),
+        duration_ns=duration_ns,
     )
 
 
 def _groups(plan: Plan, program: Program) -> list[Group]:
-    """The group of each op; empty where no op names its layer."""
+    """Return the group of each op; empty where no op names its layer."""
     found = [places(op.source) for op in program.ops]
     if any(place.phase is not Phase.FORWARD for place in _all(found)):
         return [_group(of) if op.source else ((), ()) for op, of in zip(program.ops, found, strict=True)]
@@ -124,7 +122,7 @@ def _group(of: tuple[Place, ...]) -> Group:
 
 
 def _layer(plan: Plan, name: str) -> str | None:
-    """The layer that a place names; None for an ONNX node whose name tells none.
+    """Return the layer that a place names; None for an ONNX node whose name tells none.
 
     torch.onnx without dynamo calls a node "/layer1/layer1.0/conv1/Conv".
     """

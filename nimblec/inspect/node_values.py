@@ -1,28 +1,34 @@
 """Find the first ONNX node whose value differs between a plan and ONNX Runtime.
 
-A plan need not hold every value: nodes are fused, folded, and laid out differently. The result of a
-command counts as a node's value if the command names that node as its source and wrote as many bytes.
-The numbers may be in another order (a layout), or be the value of a later node (a fusion); the node
-differs only if they are neither.
+A plan need not hold every value: nodes are fused, folded, and laid out differently. The result of an op counts as a
+node's value if the op names that node as its source and its result has as many bytes. The numbers may be in another
+order (a layout), or be the value of a later node (a fusion); the node differs only if they are neither. The values
+between the nodes of a CPU plan's launch are in no memory of the plan: the launch's model is run once more, on the
+values of the plan's run, with these as outputs.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
 
 import numpy as np
 
 from nimblec.base.difference import Difference, difference, same_numbers
 from nimblec.cpu.reference import Node
+from nimblec.inspect.parts import NodeResult, model_of, parts_of
+from nimblert.arrays.layouts import numpy_dtype
+from nimblert.cpu import onnx_session
 from nimblert.executable import Executable
-from nimblert.plan import Access, Launch, ParameterKind, Plan, Program, Target, Work
-from nimblert.plan.pieces import writes
+from nimblert.plan import ITEM_NBYTES, Launch, ParameterKind, Target, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDifference:
-    """A node whose value differs, and the command that wrote it (its index among launches, copies and fills)."""
+    """A node whose value differs, and the command that computed it (its index among launches, copies and fills)."""
 
     node: str
     value: str
@@ -47,39 +53,48 @@ def compare_nodes(
     values: Mapping[str, np.ndarray],
     tolerance: float,
 ) -> NodeComparison:
-    """Run a plan command by command, and compare what each wrote with the outputs of ``nodes``.
+    """Run a plan command by command, and compare what each computed with the outputs of ``nodes``.
 
     ``values`` are ONNX Runtime's by name; ``tolerance`` is relative to a value's largest magnitude.
     """
     plan, program = executable.plan, executable.program
     model = _Model(plan.target, nodes, values)
-    last = _last_writes(program)
+    parts = [parts_of(plan, work) for _, work in program.work]
+    # An op writes its result after its scratch memory.
+    last = {
+        (program.ops[part.op].source, result.nbytes): (index, part.op)
+        for index, of_command in enumerate(parts)
+        for part in of_command
+        for result in part.results
+    }
     agreeing = 0
     with closing(executable.steps(inputs)) as steps:
         for index, command in enumerate(steps):
-            op = program.ops[command.op]
-            node = model.by_source.get(op.source)
-            for name in node.makes if node else ():
-                value = values.get(name)
-                if value is None or last.get((op.source, value.nbytes)) != index:
-                    continue
-                found = [
-                    executable.read(access.pointer, access.nbytes).view(value.dtype).reshape(value.shape)
-                    for access, dtype in _written(plan, command)
-                    if access.nbytes == value.nbytes and dtype in ("", value.dtype.name)
-                ]
-                if any(same_numbers(value, array, tolerance) for array in found):
-                    agreeing += 1
-                elif found and not any(model.is_made_of(name, array, tolerance) for array in found):
-                    assert node is not None
-                    first = NodeDifference(
-                        node=node.description,
-                        value=name,
-                        command=index,
-                        op=op.name,
-                        difference=min((difference(value, array) for array in found), key=lambda d: d.relative),
-                    )
-                    return NodeComparison(total=len(values), agreeing=agreeing, first=first)
+            held = _Held(executable, command)
+            for part in parts[index]:
+                op = program.ops[part.op]
+                node = model.by_source.get(op.source)
+                for name in node.makes if node else ():
+                    value = values.get(name)
+                    if value is None or last.get((op.source, value.nbytes)) != (index, part.op):
+                        continue
+                    found = [
+                        held.read(result).view(value.dtype).reshape(value.shape)
+                        for result in part.results
+                        if result.nbytes == value.nbytes and result.dtype in ("", value.dtype.name)
+                    ]
+                    if any(same_numbers(value, array, tolerance) for array in found):
+                        agreeing += 1
+                    elif found and not any(model.is_made_of(name, array, tolerance) for array in found):
+                        assert node is not None
+                        first = NodeDifference(
+                            node=node.description,
+                            value=name,
+                            command=index,
+                            op=op.name,
+                            difference=min((difference(value, array) for array in found), key=lambda d: d.relative),
+                        )
+                        return NodeComparison(total=len(values), agreeing=agreeing, first=first)
     return NodeComparison(total=len(values), agreeing=agreeing, first=None)
 
 
@@ -97,7 +112,7 @@ class _Model:
                 self._readers.setdefault(name, []).append(node)
 
     def is_made_of(self, name: str, found: np.ndarray, tolerance: float) -> bool:
-        """Whether ``found`` is a value computed from the value ``name``."""
+        """Return whether ``found`` is a value computed from the value ``name``."""
         candidates = (self._values[other] for other in self._made_of(name) if other in self._values)
         return any(
             same_numbers(value, found, tolerance)
@@ -106,7 +121,7 @@ class _Model:
         )
 
     def _made_of(self, name: str) -> Iterator[str]:
-        """Every value computed from a value, the nearest first."""
+        """Yield every value computed from a value, the nearest first."""
         seen, waiting = {name}, deque([name])
         while waiting:
             for node in self._readers.get(waiting.popleft(), ()):
@@ -118,28 +133,41 @@ class _Model:
 
 
 def _sources(target: Target, node: Node) -> tuple[str, ...]:
-    """The sources that a plan gives the commands of a node."""
+    """Return the sources that a plan gives the commands of a node."""
     if target is Target.CUDA:
         return (node.description,)
     # A node that ONNX Runtime lays out in blocks loses its name, and its values get this ending.
     return (node.name, *(f"{name}_nchwc" for name in node.makes))
 
 
-def _last_writes(program: Program) -> dict[tuple[str, int], int]:
-    """The last command that writes a number of bytes for a source: an op writes its result after its scratch."""
-    return {
-        (program.ops[work.op].source, access.nbytes): index
-        for index, (_, work) in enumerate(program.work)
-        for access in writes(work)
-    }
+class _Held:
+    """What a command has computed, when it is done: in memory of the plan, or by a run of its model once more."""
 
+    def __init__(self, executable: Executable, command: Work) -> None:
+        self._executable = executable
+        self._command = command
 
-def _written(plan: Plan, command: Work) -> Iterator[tuple[Access, str]]:
-    """The writes of a command, each with its dtype if the plan has it (on the CPU), else ""."""
-    accesses = writes(command)
-    if isinstance(command, Launch):
-        outputs = [p for p in plan.kernels[command.kernel].parameters if p.kind is ParameterKind.OUTPUT]
-        if len(outputs) == len(accesses):
-            yield from zip(accesses, (p.dtype for p in outputs), strict=True)
-            return
-    yield from ((access, "") for access in accesses)
+    def read(self, result: NodeResult) -> np.ndarray:
+        """Return the bytes of a value."""
+        if result.pointer is not None:
+            return self._executable.read(result.pointer, result.nbytes)
+        return np.ascontiguousarray(self._inner[result.name].numpy()).reshape(-1).view(np.uint8)
+
+    @cached_property
+    def _inner(self) -> Mapping[str, Any]:
+        """The values that the nodes of a launch compute, by name: no launch of several overwrites what it reads."""
+        assert isinstance(self._command, Launch)
+        plan = self._executable.plan
+        pointers = {relocation.param_offset: relocation.pointer for relocation in self._command.relocations}
+        given: dict[ParameterKind, dict[str, Any]] = {kind: {} for kind in ParameterKind}
+        for parameter in plan.kernels[self._command.kernel].parameters:
+            if parameter.kind is not ParameterKind.OUTPUT:
+                nbytes = prod(parameter.shape) * ITEM_NBYTES[parameter.dtype]
+                data = self._executable.read(pointers[parameter.offset], nbytes)
+                array = data.view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
+                given[parameter.kind][parameter.name] = onnx_session.ort_value(array, parameter.dtype)
+        with onnx_session.initializer_folder() as folder:
+            code = onnx_session.exposed(model_of(plan, self._command))
+            session = onnx_session.open_session(code, given[ParameterKind.INITIALIZER], folder)
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run_with_ort_values(None, given[ParameterKind.INPUT]), strict=True))

@@ -88,7 +88,7 @@ def timeline(program: Program) -> Timeline:
 
 
 def kind(program: Program, work: Work) -> str:
-    """The kind of work: ``copy``, ``fill``, or its operator (``convolution``, ``Conv``)."""
+    """Return the kind of work: ``copy``, ``fill``, or its operator (``convolution``, ``Conv``)."""
     match work:
         case Memcpy():
             return "copy"

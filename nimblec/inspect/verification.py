@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nimblec.cuda.capture.cubin_reading import entry_symbols
 from nimblec.inspect import certificate
-from nimblec.plan import fits
+from nimblec.padding.fits import differences
 from nimblert import golden
 from nimblert.check import hazards
 from nimblert.check.verify import read_plan
@@ -91,7 +91,7 @@ def _schedule(plan: Plan, program: Program) -> Check:
 
 
 def check_name(name: str, plan: Plan, program: Program) -> str:
-    """The name of a check of one of a plan's programs."""
+    """Return the name of a check of one of a plan's programs."""
     return name if len(plan.programs) == 1 else f"{name} of {program.name!r}"
 
 
@@ -103,7 +103,7 @@ def _symbols(plan: Plan) -> Check:
 
 
 def missing_symbols(plan: Plan) -> Iterator[str]:
-    """Every kernel whose symbol is not an entry point of its cubin, and every module that is not a cubin."""
+    """Yield every kernel whose symbol is not an entry point of its cubin, and every module that is not a cubin."""
     entries: dict[int, frozenset[str]] = {}
     for index, module in enumerate(plan.modules):
         try:
@@ -139,6 +139,6 @@ def _padding(plan: Plan) -> Check:
         return Check(name="padding", result=Result.SKIPPED, sentences=("the programs serve no sizes but their own",))
     try:
         agree = "runs that are padded or split give what the programs of those sizes give"
-        return _judged("padding", fits.differences(plan), agree)
+        return _judged("padding", differences(plan), agree)
     except DeviceMismatchError as exc:
         return Check(name="padding", result=Result.SKIPPED, sentences=(str(exc),))

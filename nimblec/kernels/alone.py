@@ -42,7 +42,7 @@ def _is_generated(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _neighbours(request: HasNeighbours) -> Iterator[fx.Node]:
-    """The calls whose results are read, and those that read the results, through views."""
+    """Yield the calls whose results are read, and those that read the results, through views."""
     for source in request.sources:
         yield _computed(source)
     for result in request.results:
@@ -64,5 +64,5 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether a node has the memory of its argument."""
+    """Return whether a node has the memory of its argument."""
     return node.op == "call_function" and (is_view(node) or node.target is operator.getitem)

@@ -72,12 +72,12 @@ class Call:
         return args, kwargs
 
     def job(self) -> Job:
-        """The job that compiles its launch."""
+        """Return the job that compiles its launch."""
         args, kwargs = self.arguments(as_meta)
         return launch_of(self.op, *args, **kwargs).job
 
     def put(self, rewriter: Rewriter, *, at: fx.Node) -> fx.Node:
-        """The call in a graph, before ``at``, with the constants that it needs."""
+        """Return the call in a graph, before ``at``, with the constants that it needs."""
 
         def value(leaf: Leaf) -> fx.Node:
             if isinstance(leaf, Made):
@@ -130,7 +130,7 @@ def example(like: Tensor, device: torch.device) -> Tensor:
 
 
 def evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tensor:
-    """The value of the last of ``nodes``, which are called in order."""
+    """Return the value of the last of ``nodes``, which are called in order."""
     known = dict(values)
     for node in nodes:
         args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), known.__getitem__)
@@ -140,7 +140,7 @@ def evaluate(nodes: Sequence[fx.Node], values: Mapping[fx.Node, Tensor]) -> Tens
 
 
 def as_meta(leaf: Leaf) -> Tensor:
-    """A meta tensor of its dtype, shape and strides."""
+    """Return a meta tensor of its dtype, shape and strides."""
     if isinstance(leaf, Made):
         return leaf.meta
     like = fake(leaf.node if isinstance(leaf, AsStored) else leaf)

@@ -13,10 +13,10 @@ class Times(Protocol):
     """Measured nanoseconds by key, as `nimblec.plan.timing_cache.TimingCache` keeps them between compilations."""
 
     def __contains__(self, key: str) -> bool:
-        """Whether a time is known."""
+        """Return whether a time is known."""
 
     def __getitem__(self, key: str) -> int:
-        """The time."""
+        """Return the time."""
 
     def __setitem__(self, key: str, duration_ns: int) -> None:
         """Note a time."""
@@ -62,5 +62,5 @@ def rank(times: Mapping[str, float]) -> Choice:
 
 
 def key_of(what: object) -> str:
-    """The key of a time that depends on all that the ``repr`` of this tells, and on nothing else."""
+    """Return the key of a time that depends on all that the ``repr`` of this tells, and on nothing else."""
     return sha256(repr(what).encode()).hexdigest()

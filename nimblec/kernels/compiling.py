@@ -62,7 +62,7 @@ def compile_job(job: Job, *, architecture: int) -> Any:
 
 
 def load_template(template: str) -> Any:
-    """The Triton function that a template names; imports Triton."""
+    """Return the Triton function that a template names; imports Triton."""
     module, _, name = template.partition(":")
     return getattr(importlib.import_module(module), name)
 

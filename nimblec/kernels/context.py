@@ -63,7 +63,7 @@ class Contest:
 def in_context(
     module: fx.GraphModule, contests: Iterable[Contest], clock: Clock, pool: Pool, *, l2: int
 ) -> dict[str, str]:
-    """The tilings, by the keys of their contests, by which all kernels of a graph take less time than as chosen.
+    """Return the tilings, by the keys of their contests, by which all kernels of a graph take less time than as chosen.
 
     The kernels run on random numbers, one after another. Contests are decided one by one, the one with the most time
     first, and equal requests have the same tiling. Weights are in the cache, of ``l2`` bytes, if all have room there.
@@ -100,7 +100,7 @@ class _Chain:
         self._flush = nbytes > _STAY * l2
 
     def contests(self, microseconds: float) -> list[Contest]:
-        """Those whose launches take a visible share of the ``microseconds`` of all, the most first."""
+        """Return those whose launches take a visible share of the ``microseconds`` of all, the most first."""
         times = {key: self._counts[key] * contest.microseconds for key, contest in self._placed.items()}
         ranked = sorted(times, key=times.__getitem__, reverse=True)
         return [self._placed[key] for key in ranked if times[key] > _LEAST * microseconds]
@@ -132,7 +132,7 @@ def _first(contest: Contest) -> Call:
 
 
 def _call(module: fx.GraphModule, node: fx.Node) -> Callable[[], object]:
-    """The call of a node, on its constants and on random numbers."""
+    """Return the call of a node, on its constants and on random numbers."""
 
     def value(source: fx.Node) -> Tensor:
         return constant_of(module, source) if source.op == "get_attr" else example(fake(source), fake(source).device)
@@ -143,13 +143,13 @@ def _call(module: fx.GraphModule, node: fx.Node) -> Callable[[], object]:
 
 
 def _launch_of(call: Call) -> str:
-    """A text that is equal for calls of the same kernel on tensors alike."""
+    """Return a text that is equal for calls of the same kernel on tensors alike."""
     args, kwargs = call.arguments(lambda leaf: _likeness(as_meta(leaf)))
     return f"{call.op} {args} {sorted(kwargs.items())}"
 
 
 def _launch_at(node: fx.Node) -> str:
-    """The same, of a node."""
+    """Return the same, of a node."""
     args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda source: _likeness(fake(source)))
     return f"{node.target} {args} {sorted(kwargs.items())}"
 

@@ -56,7 +56,7 @@ class GPU:
 
     @classmethod
     def current(cls) -> Self:
-        """The current device of this thread."""
+        """Return the current device of this thread."""
         import torch
 
         found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch's stubs lack a field

@@ -19,7 +19,7 @@ def convolution_shape(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Convolution:
-    """The geometry for images ``x`` (batch, channels, height, width) that lie channels last."""
+    """Return the geometry for images ``x`` (batch, channels, height, width) that lie channels last."""
     batch, channels, height, width = x.shape
     return Convolution(
         batch=batch,
@@ -42,7 +42,7 @@ def product_shape(x: Tensor, out_channels: int) -> Convolution:
 
 
 def pixel_stride(x: Tensor) -> int:
-    """The elements from pixel to pixel of images that lie channels last; others raise ValueError."""
+    """Return the elements from pixel to pixel of images that lie channels last; others raise ValueError."""
     batch, channels, height, width = x.shape
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if batch > 1 else channels
     wanted = (height * width * stride, 1, width * stride, stride)
@@ -65,7 +65,7 @@ def is_read_well(x: Tensor) -> bool:
 
 
 def is_within_reach(*tensors: Tensor) -> bool:
-    """Whether the offsets of all elements fit into 32 bits, with which the kernels compute them."""
+    """Return whether the offsets of all elements fit into 32 bits, with which the kernels compute them."""
     return all(
         sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 < 1 << 31
         for x in tensors
@@ -82,7 +82,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
-    """The same numbers with the strides of ``other``; a copy only as in `channels_last`."""
+    """Return the same numbers with the strides of ``other``; a copy only as in `channels_last`."""
     if tensor is None:
         return None
     pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)

@@ -66,7 +66,7 @@ _PREPARES: dict[OpOverload, Prepare] = {}
 
 
 def define_op(schema: str, *, prepare: Prepare, reference: Callable[..., Any]) -> OpOverload:
-    """A new op of the namespace ``nimblec``; ``schema`` without it, as in "norm(Tensor x) -> Tensor"."""
+    """Return a new op of the namespace ``nimblec``; ``schema`` without it, as in "norm(Tensor x) -> Tensor"."""
     name = schema.partition("(")[0]
 
     def inferred(*args: Any, **kwargs: Any) -> Any:
@@ -87,13 +87,13 @@ def define_op(schema: str, *, prepare: Prepare, reference: Callable[..., Any]) -
 
 
 def launch_of(op: OpOverload, *args: Any, **kwargs: Any) -> Launch:
-    """The launch of a call of an op, for tensors of any kind; nothing is computed."""
+    """Return the launch of a call of an op, for tensors of any kind; nothing is computed."""
     launch: Launch = _PREPARES[op](*args, **kwargs).launch
     return launch
 
 
 def ops() -> frozenset[OpOverload]:
-    """All ops that have been defined."""
+    """Return all ops that have been defined."""
     return frozenset(_PREPARES)
 
 

@@ -162,7 +162,7 @@ class Selector(Generic[Request, Tiling]):
             self._compile(jobs)
 
     def __call__(self, request: Request) -> Tiling | None:
-        """The fastest tiling; None where the framework's call stays."""
+        """Return the fastest tiling; None where the framework's call stays."""
         key, named = request.signature, self._named(request)
         if key not in self.choices:
             self.choices[key] = self._known(key, named) or self._measured(key, request, named)

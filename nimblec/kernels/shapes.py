@@ -55,7 +55,7 @@ class Windows(ABC):
 
     @abstractmethod
     def _extent(self, size: int, axis: int) -> int:
-        """The number of windows along an axis of ``size`` pixels."""
+        """Return the number of windows along an axis of ``size`` pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Convolution(Windows):
 
 
 def product(rows: int, depth: int, columns: int, *, row_stride: int | None = None) -> Convolution:
-    """The matrix product (rows, depth) x (depth, columns): a 1x1 convolution of one line of pixels."""
+    """Return the matrix product (rows, depth) x (depth, columns): a 1x1 convolution of one line of pixels."""
     return Convolution(batch=1, height=1, width=rows, channels=depth, out_channels=columns, pixel_stride=row_stride)
 
 
@@ -115,10 +115,10 @@ def pair(numbers: Sequence[int]) -> Pair:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The quotient, rounded up."""
+    """Return the quotient, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is not below a positive number."""
+    """Return the least power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()

@@ -20,7 +20,7 @@ class NumberedTiling:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Self:
-        """The inverse of `numbers`."""
+        """Return the inverse of `numbers`."""
         return cls(**dict(zip((field.name for field in fields(cls)), numbers, strict=True)))
 
 
@@ -67,7 +67,7 @@ Cut = TypeVar("Cut", bound=_OfTwoAxes)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:
-    """The ``limit`` fastest by an estimate, at most ``alike`` of each block_m and block_n."""
+    """Return the ``limit`` fastest by an estimate, at most ``alike`` of each block_m and block_n."""
     chosen: list[Cut] = []
     seen: Counter[tuple[int, int]] = Counter()
     for tiling in sorted(tilings, key=lambda tiling: (estimate(tiling), tiling.numbers)):

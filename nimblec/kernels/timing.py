@@ -56,7 +56,7 @@ class GraphTimer:
         self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # keeps the pool alive
 
     def screen(self, *, length: int = 12, repeats: int = 3) -> "GraphTimer":
-        """A quicker timer of shorter chains, on the same memory, that narrows candidates down."""
+        """Return a quicker timer of shorter chains, on the same memory, that narrows candidates down."""
         other = copy.copy(self)
         other.length, other._repeats = length, repeats
         return other
@@ -93,7 +93,7 @@ class GraphTimer:
         return [float(begin.elapsed_time(end)) for begin, end in times[2:]]
 
     def _captured(self, calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-        """The calls as a graph; without `torch.cuda.graph`, which frees all cached memory before."""
+        """Return the calls as a graph; without `torch.cuda.graph`, which frees all cached memory before."""
         graph = torch.cuda.CUDAGraph()
         with self._beside():
             graph.capture_begin(pool=self._pool)

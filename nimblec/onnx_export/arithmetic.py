@@ -175,7 +175,7 @@ def rrelu(
 
 
 def _in_float64(exact: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    """A translation that is ``exact`` in float64, whose numbers the ``other`` one rounds to float32."""
+    """Return a translation that is ``exact`` in float64, whose numbers the ``other`` one rounds to float32."""
 
     def translated(self: Any, *numbers: Any, **named: Any) -> Any:
         return (exact if self.dtype == onnx_ir.DataType.DOUBLE else other)(self, *numbers, **named)
@@ -231,7 +231,7 @@ def _but_nan(better: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors(self: Any, other: Any) -> list[Any]:
-    """Both operands, a number as a tensor of the other's type."""
+    """Return both operands, a number as a tensor of the other's type."""
     typed = other if isinstance(self, int | float) else self
     return [described(like(x, typed), [], typed) if isinstance(x, int | float) else x for x in (self, other)]
 

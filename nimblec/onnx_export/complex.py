@@ -31,7 +31,7 @@ def expand(self: Any, size: Sequence[Any], implicit: bool = False) -> Any:
 
 
 def _axis(dim: int) -> int:
-    """An axis counted with that of the parts."""
+    """Return an axis counted with that of the parts."""
     return dim if dim >= 0 else dim - 1
 
 

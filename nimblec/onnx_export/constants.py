@@ -13,7 +13,7 @@ from nimblec.base.errors import UnsupportedModelError
 
 
 def like(value: ArrayLike, other: Any) -> Any:
-    """A constant of another value's dtype."""
+    """Return a constant of another value's dtype."""
     return op.Constant(value=numpy_helper.from_array(np.array(value, other.dtype.numpy())))
 
 
@@ -30,12 +30,12 @@ def numbers_below(count: Any) -> Any:
 
 
 def unsqueezed(value: Any, axes: Sequence[int]) -> Any:
-    """A value with these axes of size one, if any."""
+    """Return a value with these axes of size one, if any."""
     return op.Unsqueeze(value, ints(axes)) if axes else value
 
 
 def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
-    """A value with its shape and another's dtype, which torch.onnx does not infer."""
+    """Return a value with its shape and another's dtype, which torch.onnx does not infer."""
     value.shape, value.dtype = onnx_ir.Shape(shape), other.dtype
     return value
 

@@ -122,7 +122,7 @@ def export(
 
 
 def _written(call: ModelCall) -> Sequence[str]:
-    """The parameters and buffers that runs of a model write, once two runs were found to agree."""
+    """Return the parameters and buffers that runs of a model write, once two runs were found to agree."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
@@ -134,7 +134,7 @@ def _written(call: ModelCall) -> Sequence[str]:
 
 
 def _export(call: ModelCall, path: Path, *, refittable: bool, max_error: float | None) -> ExportedModel:
-    """A model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
+    """Return a model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
@@ -165,7 +165,7 @@ def _refuse_shared_names(call: ModelCall, outputs: Sequence[tuple[str, torch.Ten
 def _export_with_state(
     call: ModelCall, state: Sequence[StateTensor], path: Path, *, refittable: bool, max_error: float | None
 ) -> ExportedModel:
-    """A model exported as a function of its state as well."""
+    """Return a model exported as a function of its state as well."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
         held = contents(model.module, [tensor.name for tensor in state])
@@ -199,7 +199,7 @@ def _export_with_state(
 
 
 def _flattened(module: WithState) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A function that returns the outputs of a module, then the state that it leaves."""
+    """Return a function that returns the outputs of a module, then the state that it leaves."""
 
     def run(*args: Any) -> tuple[torch.Tensor, ...]:
         result, after = module(*args)
@@ -221,7 +221,7 @@ def _onnx_program(
     refittable: bool,
     translations: Mapping[Any, Any] = COMMON,
 ) -> torch.onnx.ONNXProgram:
-    """A module in ONNX.
+    """Return a module in ONNX.
 
     torch.export may choose another attention kernel than the module ran, whose result has another layout, and refuse
     the view that follows. Then all attention uses the math backend, which has only one layout.
@@ -256,7 +256,7 @@ def _onnx_program(
 
 
 def examples_of(inputs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """The ``examples`` of an `ExportedModel`, and their ``ranges``."""
+    """Return the ``examples`` of an `ExportedModel`, and their ``ranges``."""
     arrays = {name: as_array(_parts(tensor) if tensor.is_complex() else tensor) for name, tensor in inputs}
     found = ((name, range_of(name, tensor)) for name, tensor in inputs)
     return {"examples": arrays, "ranges": {name: ends for name, ends in found if ends is not None}}
@@ -315,7 +315,7 @@ def accuracy(
 
 
 def _accuracy_note(name: str, errors: Mapping[str, float], max_error: float | None) -> str:
-    """A sentence on the largest difference, by output; raises CompileError for one above ``max_error``."""
+    """Return a sentence on the largest difference, by output; raises CompileError for one above ``max_error``."""
     largest = max(errors, key=lambda output: errors[output], default="")
     if not errors.get(largest):
         return f"{name}: ONNX Runtime's outputs equal PyTorch's"
@@ -343,7 +343,7 @@ def _parts(tensor: torch.Tensor) -> torch.Tensor:
 def _complex(
     inputs: Sequence[tuple[str, torch.Tensor]], outputs: Sequence[tuple[str, torch.Tensor]]
 ) -> tuple[str, ...]:
-    """A note for each complex tensor, of which ONNX Runtime has none."""
+    """Return a note for each complex tensor, of which ONNX Runtime has none."""
     listed = [("input", *each) for each in inputs] + [("output", *each) for each in outputs]
     return tuple(
         f"{kind} {name!r} is complex: in the plan a last axis of 2 has its real and imaginary parts, as "
@@ -354,7 +354,7 @@ def _complex(
 
 
 def _nudged(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """The tensor with changes ``by`` a few units of rounding, in turns down and up."""
+    """Return the tensor with changes ``by`` a few units of rounding, in turns down and up."""
     if not tensor.is_floating_point():
         return tensor
     signs = torch.arange(tensor.numel()).remainder(2).mul(2).sub(1).reshape(tensor.shape)
@@ -362,7 +362,7 @@ def _nudged(tensor: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _session(model: str | bytes) -> Any:
-    """A session without ONNX Runtime's optimiser, whose faults are not the file's."""
+    """Return a session without ONNX Runtime's optimiser, whose faults are not the file's."""
     options = session_options()
     options.graph_optimization_level = onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime().InferenceSession(model, options, providers=["CPUExecutionProvider"])

@@ -39,7 +39,7 @@ def exporting_onnx(name: str) -> Iterator[None]:
 
 
 def atan2(y: Any, x: Any, dtype: Any) -> Any:
-    """The angle of (x, y): that of (|x|, |y|), mirrored at an axis where a coordinate is negative, be it -0."""
+    """Return the angle of (x, y): that of (|x|, |y|), mirrored at an axis where a coordinate is negative, be it -0."""
     zero, half_turn = (common.constant(value, dtype=dtype) for value in (0.0, pi))
     upright, across = op.Abs(y), op.Abs(x)
     angle = op.Where(op.Equal(upright, zero), upright, op.Atan(op.Div(upright, across)))
@@ -124,7 +124,7 @@ def exact_numbers() -> Iterator[None]:
 
 
 def _target(name: str, inputs: Mapping[str, Any], attributes: Mapping[str, Any]) -> Any:
-    """The dtype that a cast makes; None for another operator."""
+    """Return the dtype that a cast makes; None for another operator."""
     if name == "Cast":
         return attributes["to"]
     return getattr(inputs["target_type"], "dtype", None) if name == "CastLike" else None

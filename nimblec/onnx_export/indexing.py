@@ -56,7 +56,7 @@ def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool =
 
 
 def _in_64_bits(index: Any) -> Any:
-    """An index as GatherND and ScatterND take it."""
+    """Return an index as GatherND and ScatterND take it."""
     if index is None or index.dtype != onnx_ir.DataType.INT32:
         return index
     wide: Any = op.Cast(index, to=onnx_ir.DataType.INT64)

@@ -61,7 +61,7 @@ def _one_hot(target: Any, scores: Any) -> Any:
 
 
 def _along_classes(values: Any, scores: Any) -> Any:
-    """A value for each class, to be broadcast to the scores."""
+    """Return a value for each class, to be broadcast to the scores."""
     return unsqueezed(values, range(1, len(scores.shape) - 1))
 
 

@@ -75,7 +75,7 @@ def _bags(indices: Any, offsets: Any) -> Any:
 
 
 def _average(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A translation by ``plain``, which ignores ``divisor_override``."""
+    """Return a translation by ``plain``, which ignores ``divisor_override``."""
 
     def translated(
         self: Any,
@@ -116,14 +116,14 @@ def adaptive_mean(axes: int, self: Any, output_size: Sequence[int]) -> Any:
 
 
 def _gathered(axes: int, self: Any, elements: np.ndarray) -> Any:
-    """The elements of each window (..., windows, elements), the last ``axes`` counted as one."""
+    """Return the elements of each window (..., windows, elements), the last ``axes`` counted as one."""
     flat = op.Reshape(self, ints([*[0] * (len(self.shape) - axes), -1]))
     places: Any = op.Constant(value=numpy_helper.from_array(elements))
     return op.Gather(flat, places, axis=-1)
 
 
 def _adaptive_windows(sizes: Sequence[int], counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of each window, and their shares of its mean (windows, elements).
+    """Return the elements of each window, and their shares of its mean (windows, elements).
 
     Shorter windows repeat their last element, with a share of 0.
     """

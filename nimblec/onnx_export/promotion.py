@@ -43,7 +43,7 @@ def _float(bound: Any) -> Any:
 
 
 def _cast(node: torch.fx.Node, operand: torch.fx.Node) -> torch.fx.Node:
-    """An operand in the type of the result."""
+    """Return an operand in the type of the result."""
     value, dtype = operand.meta["val"], node.meta["val"].dtype
     if value.dtype == dtype:
         return operand

@@ -153,7 +153,7 @@ TRANSLATIONS: dict[Any, Any] = {
 
 
 def _folded(value: Any) -> Any:
-    """All axes but the last three as one."""
+    """Return all axes but the last three as one."""
     shape = sizes(value)
     folded = [prod(shape[:-3]), *shape[-3:]]
     return described(op.Reshape(value, ints(folded)), folded, value)

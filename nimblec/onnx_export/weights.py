@@ -46,7 +46,7 @@ def name_ends(program: Any, inputs: Sequence[str], outputs: Sequence[str]) -> No
 
 
 def kept_weights(program: Any) -> Iterator[str]:
-    """The parameters and buffers that the exported file reads as often as the module, with the same bytes."""
+    """Yield the parameters and buffers that the exported file reads as often as the module, with the same bytes."""
     exported, initializers = program.exported_program, program.model.graph.initializers
     signature = exported.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -74,6 +74,6 @@ def register_constants(program: Any) -> None:
 
 
 def _names(name: str) -> Iterator[str]:
-    """A name, and others that begin with it."""
+    """Yield a name, and others that begin with it."""
     yield name
     yield from (f"{name}_{number}" for number in count(1))

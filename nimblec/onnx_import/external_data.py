@@ -16,7 +16,7 @@ _PACKED_BITS = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2}
 
 
 def data_files(path: Path) -> tuple[Path, ...]:
-    """The data files that the ONNX file ``path`` names, relative to its folder, in order.
+    """Return the data files that the ONNX file ``path`` names, relative to its folder, in order.
 
     Raises CompileError if it is not an ONNX file, UnsupportedModelError if one of them is not below its
     folder.
@@ -113,7 +113,7 @@ def read_bytes(tensor: TensorProto, folder: Path) -> bytes:
 
 
 def _nbytes(tensor: TensorProto, unknown: int) -> int:
-    """The size of a tensor's data; that which is ``unknown`` for a type that onnx does not know."""
+    """Return the size of a tensor's data; that which is ``unknown`` for a type that onnx does not know."""
     if tensor.data_type not in helper.get_all_tensor_dtypes():
         return unknown
     packed = _PACKED_BITS.get(TensorProto.DataType.Name(tensor.data_type))

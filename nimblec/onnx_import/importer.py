@@ -143,7 +143,7 @@ def fuse_bias(graph: fx.Graph) -> None:
 
 
 def _fuse(graph: fx.Graph, add: fx.Node, product: fx.Node, bias: fx.Node) -> bool:
-    """Whether ``add`` was rewritten as the bias of ``product``."""
+    """Return whether ``add`` was rewritten as the bias of ``product``."""
     shaped = product.target is aten.reshape.default and len(product.users) == 1
     mm = product.args[0] if shaped else product
     if not isinstance(mm, fx.Node) or mm.target is not aten.mm.default or len(mm.users) != 1:

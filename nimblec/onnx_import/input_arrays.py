@@ -83,7 +83,7 @@ def _input(option: str, name: str, inputs: Mapping[str, ModelTensor]) -> ModelTe
 
 
 def _fits(shape: tuple[int | None, ...] | None, given: tuple[int, ...]) -> bool:
-    """Whether an array of the shape ``given`` may be an input of ``shape``."""
+    """Return whether an array of the shape ``given`` may be an input of ``shape``."""
     if shape is None:
         return True
     return len(shape) == len(given) and all(size in {None, n} for size, n in zip(shape, given, strict=True))

@@ -82,7 +82,7 @@ class ModelTensor:
 
 
 def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto:
-    """The model in the file ``path``, with its operators checked.
+    """Return the model in the file ``path``, with its operators checked.
 
     External data are found beside the file and checked for size; they are read into the model
     unless ``external_data`` is false. Raises CompileError for a file that is missing or not ONNX,
@@ -117,24 +117,24 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
 
 
 def dtype_name(element_type: int) -> str | None:
-    """A plan's name of an ONNX element type; None if plans lack it (strings, 8-bit floats)."""
+    """Return a plan's name of an ONNX element type; None if plans lack it (strings, 8-bit floats)."""
     return _DTYPES.get(element_type)
 
 
 def element_type(dtype: str) -> int:
-    """The ONNX element type of a plan's dtype name."""
+    """Return the ONNX element type of a plan's dtype name."""
     return next(number for number, name in _DTYPES.items() if name == dtype)
 
 
 def inputs(model: ModelProto) -> tuple[ModelTensor, ...]:
-    """The inputs that a caller gives: graph inputs that are not initializers."""
+    """Return the inputs that a caller gives: graph inputs that are not initializers."""
     constant = {tensor.name for tensor in model.graph.initializer}
     constant.update(sparse.values.name for sparse in model.graph.sparse_initializer)
     return tuple(_tensor("input", value) for value in model.graph.input if value.name not in constant)
 
 
 def outputs(model: ModelProto) -> tuple[ModelTensor, ...]:
-    """The outputs, with the dtypes that the file declares."""
+    """Return the outputs, with the dtypes that the file declares."""
     return tuple(_tensor("output", value) for value in model.graph.output)
 
 
@@ -194,7 +194,7 @@ def _all_nodes(model: ModelProto) -> Iterator[NodeProto]:
 
 
 def _names(model: ModelProto) -> Iterator[str]:
-    """Every name in the model: str, or bytes where protobuf could not decode one."""
+    """Yield every name in the model: str, or bytes where protobuf could not decode one."""
     yield from (opset.domain for opset in model.opset_import)
     for function in model.functions:
         yield from (function.name, function.domain, *function.input, *function.output, *function.attribute)
@@ -209,7 +209,7 @@ def _names(model: ModelProto) -> Iterator[str]:
 
 
 def tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor stored in the model: initializers and attributes, also of subgraphs."""
+    """Yield every tensor stored in the model: initializers and attributes, also of subgraphs."""
     graphs = [model.graph]
     for node in _all_nodes(model):
         graphs.extend(subgraphs(node))
@@ -252,7 +252,7 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
 
 
 def is_static(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    """Whether a dimension has a size."""
+    """Return whether a dimension has a size."""
     return dim.HasField("dim_value") and dim.dim_value >= 0
 
 

@@ -7,7 +7,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 
 def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of the subgraphs in it, in order."""
+    """Yield the nodes of a graph and of the subgraphs in it, in order."""
     for node in graph.node:
         yield node
         for subgraph in subgraphs(node):
@@ -15,36 +15,36 @@ def nodes(graph: GraphProto | FunctionProto) -> Iterator[NodeProto]:
 
 
 def subgraphs(node: NodeProto) -> tuple[GraphProto, ...]:
-    """The bodies of a control-flow node."""
+    """Return the bodies of a control-flow node."""
     one = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
     many = [g for a in node.attribute if a.type == AttributeProto.GRAPHS for g in a.graphs]
     return (*one, *many)
 
 
 def read_names(node: NodeProto) -> tuple[str, ...]:
-    """The values that a node and the nodes in its subgraphs read."""
+    """Return the values that a node and the nodes in its subgraphs read."""
     inner = (name for graph in subgraphs(node) for other in nodes(graph) for name in other.input)
     return tuple(dict.fromkeys(name for name in (*node.input, *inner) if name))
 
 
 def node_name(node: NodeProto) -> str:
-    """The node's name, or its first output's if it has none."""
+    """Return the node's name, or its first output's if it has none."""
     return node.name or first_output(node)
 
 
 def first_output(node: NodeProto) -> str:
-    """The first output that is not omitted: an LSTM of which only the last state is used has "" before it."""
+    """Return the first output that is not omitted: an LSTM of which only the last state is used has "" before it."""
     return next((name for name in node.output if name), "")
 
 
 def describe(node: NodeProto) -> str:
-    """The operator and name of a node, or its first output if it has no name: "Conv 'stem'"."""
+    """Return the operator and name of a node, or its first output if it has no name: "Conv 'stem'"."""
     name = node.name or f"-> {first_output(node)}"
     return f"{operator_name(node)} '{name}'"
 
 
 def operator_name(node: NodeProto) -> str:
-    """The operator with its domain, unless it is ONNX's own."""
+    """Return the operator with its domain, unless it is ONNX's own."""
     domain = plain_domain(node.domain)
     return f"{domain}.{node.op_type}" if domain else node.op_type
 
@@ -109,7 +109,7 @@ def _copy_returned_inputs(body: GraphProto, taken: set[str], *, is_loop: bool) -
 
 
 def plain_domain(name: str) -> str:
-    """A domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
+    """Return a domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name
 
 
@@ -120,7 +120,7 @@ _SIZING = frozenset({"Resize", "Upsample", "Range", "OneHot", "Dropout", "Clip",
 
 
 def weight_names(model: ModelProto) -> frozenset[str]:
-    """The names of the weights: floating-point initializers of one dimension or more.
+    """Return the names of the weights: floating-point initializers of one dimension or more.
 
     Scalars, such as the factor of a GELU, belong to the computation: patterns are recognised by them.
     """

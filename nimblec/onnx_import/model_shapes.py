@@ -23,7 +23,7 @@ _READ_BY_INFERENCE = 64
 
 
 def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tuple[str, int]] = ()) -> ModelProto:
-    """A copy of ``model`` in which every input has a static shape and initializers are not inputs.
+    """Return a copy of ``model`` in which every input has a static shape and initializers are not inputs.
 
     A named dimension that a spec fixes is fixed wherever the name occurs; the others get their sizes
     from ``dims``. Placeholders that exporters write, such as "?", are no names: each occurrence is a
@@ -95,7 +95,7 @@ def name_dimensions(model: ModelProto, inputs: Sequence[NamedInput]) -> None:
 
 
 def resize(model: ModelProto, specs: Iterable[InputSpec], profile: Profile) -> tuple[InputSpec, ...]:
-    """The specs of inputs with the sizes of ``profile`` where an input has one of its dimensions."""
+    """Return the specs of inputs with the sizes of ``profile`` where an input has one of its dimensions."""
     sizes = dict(profile)
     dims = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
     return tuple(
@@ -117,7 +117,7 @@ _Spec = TypeVar("_Spec", InputSpec, NamedInput)
 
 
 def _by_name(specs: Iterable[_Spec], inputs: Mapping[str, ModelTensor]) -> dict[str, _Spec]:
-    """The specs by the names of inputs, which they must fit. Raises UnsupportedModelError."""
+    """Return the specs by the names of inputs, which they must fit. Raises UnsupportedModelError."""
     by_name: dict[str, _Spec] = {}
     for spec in specs:
         if spec.name not in inputs:
@@ -148,7 +148,7 @@ def _check_spec(spec: InputSpec | NamedInput, tensor: ModelTensor) -> None:
 
 
 def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """The sizes of dimensions that were given by name."""
+    """Return the sizes of dimensions that were given by name."""
     known = dict.fromkeys(d.dim_param for v in graph_inputs for d in v.type.tensor_type.shape.dim if d.dim_param)
     sizes: dict[str, int] = {}
     for name, size in dims:
@@ -176,14 +176,14 @@ def _way_to_name(graph_inputs: Sequence[ValueInfoProto], name: str) -> str:
 
 
 def _naming(value: ValueInfoProto, names: Mapping[int, str]) -> str:
-    """The option that gives axes of an input names."""
+    """Return the option that gives axes of an input names."""
     dims = value.type.tensor_type.shape.dim
     shape = ",".join(names.get(axis, str(dim.dim_value)) for axis, dim in enumerate(dims)) + "," * (len(dims) == 1)
     return f"--input {quote(f'{value.name}:{shape}')}"
 
 
 def _named_sizes(graph_inputs: Sequence[ValueInfoProto], specs: dict[str, InputSpec]) -> dict[str, int]:
-    """The sizes of named dimensions that follow from the specs."""
+    """Return the sizes of named dimensions that follow from the specs."""
     sizes: dict[str, tuple[int, str]] = {}
     for value in graph_inputs:
         if value.name not in specs:

@@ -13,7 +13,7 @@ from nimblec.onnx_ops.creation import ELEMENT_TYPES
 
 @lru_cache(maxsize=4096)
 def _schema(domain: str, name: str, opset: int) -> Any | None:
-    """The schema; onnx's annotations lack its properties of functions."""
+    """Return the schema; onnx's annotations lack its properties of functions."""
     try:
         return onnx.defs.get_schema(name, opset, domain)
     except onnx.defs.SchemaError:
@@ -21,7 +21,7 @@ def _schema(domain: str, name: str, opset: int) -> Any | None:
 
 
 def with_body(domain: str, name: str, opset: int) -> Any | None:
-    """The schema of an operator that has a function body at ``opset``; None for others."""
+    """Return the schema of an operator that has a function body at ``opset``; None for others."""
     schema = _schema(domain, name, opset)
     if schema is not None and (schema.has_function or schema.has_context_dependent_function):
         return schema
@@ -29,7 +29,7 @@ def with_body(domain: str, name: str, opset: int) -> Any | None:
 
 
 def body(schema: Any, proto: NodeProto, inputs: Sequence[Any], opset: int) -> FunctionProto:
-    """The function body that ``schema`` gives an operator, for these inputs."""
+    """Return the function body that ``schema`` gives an operator, for these inputs."""
     if schema.has_function:
         versions = [v for v in schema.function_opset_versions if v <= opset] or schema.function_opset_versions
         serialized = schema.get_function_with_opset_version(max(versions))
@@ -53,7 +53,7 @@ def _type_proto(value: Any) -> onnx.TypeProto:
 
 @lru_cache(maxsize=4096)
 def typed_inputs(domain: str, name: str, opset: int, count: int) -> tuple[tuple[str, bool], ...]:
-    """The type parameter of each of ``count`` inputs, and whether all inputs that share it have one dtype."""
+    """Return the type parameter of each of ``count`` inputs, and whether all inputs that share it have one dtype."""
     schema = _schema(domain, name, opset)
     if schema is None or not schema.inputs:
         return ()

@@ -27,7 +27,7 @@ def load_onnx(
     profile: Profile = (),
     weigh: Weigh | None = None,
 ) -> TorchModel:
-    """An ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
+    """Return an ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
     ``constants`` take the place of inputs. ``named`` gives names to dimensions that have none. ``specs`` and ``dims``
     give sizes to dynamic dimensions, of one input and by name, and so does the ``profile``, to whose sizes examples are
@@ -57,7 +57,7 @@ def load_onnx(
 
 
 def _example(described: OnnxInput, given: np.ndarray | None) -> torch.Tensor:
-    """The value of an input during capture: the example, or zeros and ones."""
+    """Return the value of an input during capture: the example, or zeros and ones."""
     if given is not None:
         return as_tensor(np.ascontiguousarray(given))
     count = int(np.prod(described.shape, dtype=np.int64))

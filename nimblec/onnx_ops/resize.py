@@ -78,7 +78,7 @@ def _linear_kernel(distance: np.ndarray, _: float) -> np.ndarray:
 
 
 def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
-    """The kernel of Keys, "Cubic convolution interpolation for digital image processing" (1981)."""
+    """Return the kernel of Keys, "Cubic convolution interpolation for digital image processing" (1981)."""
     d = np.abs(distance)
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((d - 5) * d + 8) * d * a - 4 * a

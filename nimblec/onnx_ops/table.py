@@ -56,7 +56,7 @@ class Node:
     outputs: tuple[bool, ...]
 
     def wants(self, index: int) -> bool:
-        """Whether output ``index`` has a name."""
+        """Return whether output ``index`` has a name."""
         return index < len(self.outputs) and self.outputs[index]
 
 

@@ -8,7 +8,7 @@ from nimblec.optimize.rewrites import REGIONS, REWRITES
 
 
 def optimize(graph: fx.GraphModule, *, device: str, dtype: torch.dtype | None = None) -> fx.GraphModule:
-    """A graph that computes the same in fewer and faster kernels on ``device`` ("cuda" or "cpu").
+    """Return a graph that computes the same in fewer and faster kernels on ``device`` ("cuda" or "cpu").
 
     With ``dtype``, what is in float32 is computed in that half precision.
 
@@ -19,7 +19,7 @@ def optimize(graph: fx.GraphModule, *, device: str, dtype: torch.dtype | None = 
 
 
 def compile_regions(graph: fx.GraphModule, *, at_any_cost: bool = True) -> fx.GraphModule:
-    """A graph in which each region is one call of an op of generated kernels; equal regions share one.
+    """Return a graph in which each region is one call of an op of generated kernels; equal regions share one.
 
     A region that Inductor refuses stays as it is. Without ``at_any_cost`` all regions do unless one of them saves a
     launch: the microseconds that a faster pool gains are not worth Inductor's seconds. ``graph`` is not changed.

@@ -41,7 +41,7 @@ def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object])
 
 
 def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
-    """The rewrite of a family, which leaves the choice of kernels to the setting's `Use`."""
+    """Return the rewrite of a family, which leaves the choice of kernels to the setting's `Use`."""
 
     @wraps(family.use)
     def put_in(module: fx.GraphModule, *, use: Use) -> None:
@@ -119,10 +119,10 @@ def first(gpu: GPU) -> Use:
 
 
 def has_triton_kernels(module: fx.GraphModule) -> bool:
-    """Whether any call is of a Triton kernel's op."""
+    """Return whether any call is of a Triton kernel's op."""
     return any(node.target in ops() for node in module.graph.nodes)
 
 
 def has_norms(module: fx.GraphModule) -> bool:
-    """Whether there is a call that the families of `NORMS` could compute."""
+    """Return whether there is a call that the families of `NORMS` could compute."""
     return any(any(family.requests(module)) for family in FAMILIES if family.needs_whole_plan)

@@ -96,7 +96,7 @@ class Pipeline:
         return tuple(chain.from_iterable(phase.passes for phase in self.phases))
 
     def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
-        """A rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run."""
+        """Return a rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run."""
         module = copied(graph)
         given = {"strides": output_strides(graph)} | {f.name: getattr(setting, f.name) for f in fields(setting)}
         for phase in self.phases:
@@ -128,7 +128,7 @@ def calls(module: fx.GraphModule) -> int:
 
 
 def name_of(rewrite: Callable[..., object]) -> str:
-    """The name of a rewrite."""
+    """Return the name of a rewrite."""
     return str(getattr(rewrite, "__name__", rewrite))
 
 
@@ -154,7 +154,7 @@ class Runs:
         self._made: dict[tuple[Pipeline, ...], TorchModel] = {}
 
     def __call__(self, *pipelines: Pipeline) -> TorchModel:
-        """The model after these pipelines.
+        """Return the model after these pipelines.
 
         Raises TraceError or UnsupportedModelError where the model cannot be a graph of pure calls.
         """
@@ -169,7 +169,7 @@ class Runs:
         return other
 
     def has_run(self, *pipelines: Pipeline) -> bool:
-        """Whether these pipelines have run without an error."""
+        """Return whether these pipelines have run without an error."""
         return pipelines in self._made
 
     def _run(self, pipelines: tuple[Pipeline, ...]) -> TorchModel:

@@ -17,7 +17,7 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
 
 
 def compiled(model: TorchModel) -> TorchModel:
-    """The model as torch.compile runs it."""
+    """Return the model as torch.compile runs it."""
     return replace(model, module=torch.compile(model.module, fullgraph=True, dynamic=False, options=_OPTIONS))
 
 

@@ -55,7 +55,7 @@ class Variant:
 def variants(
     model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache, report: Report | None = None
 ) -> Iterator[Variant]:
-    """The variants worth trying at ``level``: one at 0 and at 1, several at 2.
+    """Yield the variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
     torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
     model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
@@ -79,7 +79,7 @@ def variants(
 
 
 def as_it_runs(model: TorchModel) -> Variant:
-    """The model itself."""
+    """Return the model itself."""
     return Variant(name="as it runs", make=lambda: model, is_original=True)
 
 
@@ -113,7 +113,7 @@ def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:
 
 
 def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
-    """The model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
+    """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
     try:
         return runs(*FUSED_REGIONS.pipelines)
     except (TraceError, UnsupportedModelError) as exc:

@@ -23,7 +23,7 @@ class Provenance:
 
 
 def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
-    """The plan of one part or several, without golden records.
+    """Return the plan of one part or several, without golden records.
 
     Equal modules, kernels and constants of several parts are stored once; a state whose storage they
     share is one state, and what only one of them writes is state for all.
@@ -53,7 +53,7 @@ def _program(part: Part) -> Program:
 
 
 def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
-    """The tensors of a region that the parts share, each once, by ascending offset; given by part with its name.
+    """Return the tensors of a region that the parts share, each once, by ascending offset; given by part with its name.
 
     Another tensor of a name that an earlier part has is called PART.NAME.
     """
@@ -67,7 +67,7 @@ def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight,
 
 
 def _sharing(parts: Sequence[Part]) -> list[Part]:
-    """The parts with the same modules and kernels, and the same regions of weights and of state."""
+    """Return the parts with the same modules and kernels, and the same regions of weights and of state."""
     modules, kernels = _Modules(), _Kernels()
     graphs = []
     for graph in _with_common_state([part.graph for part in parts]):
@@ -94,7 +94,7 @@ def _sharing(parts: Sequence[Part]) -> list[Part]:
 
 
 def _with_common_state(graphs: Sequence[Graph]) -> Iterator[Graph]:
-    """The graphs with every buffer as state whose storage is state of any of them."""
+    """Return the graphs with every buffer as state whose storage is state of any of them."""
     written = {b.storage for graph in graphs for b in graph.buffers if b.kind is BufferKind.STATE} - {0}
 
     def common(buffer: Buffer) -> Buffer:
@@ -118,7 +118,7 @@ class _Modules:
         self._known: dict[Hashable, int] = {}
 
     def add(self, modules: Iterable[Module]) -> list[int]:
-        """The number of each of these modules."""
+        """Return the number of each of these modules."""
         numbers = []
         for module in modules:
             number = self._known.setdefault((module.origin, sha256(module.code).digest()), len(self.items))
@@ -136,7 +136,7 @@ class _Kernels:
         self._known: dict[Hashable, int] = {}
 
     def add(self, kernels: Iterable[Kernel]) -> list[int]:
-        """The number of each of these kernels, whose modules are numbered as all are."""
+        """Return the number of each of these kernels, whose modules are numbered as all are."""
         numbers = []
         for kernel in kernels:
             number = self._known.setdefault((kernel.module, kernel.symbol, kernel.parameters), len(self.items))
@@ -161,7 +161,7 @@ class _Room:
         self._offsets: dict[Hashable, int] = {}
 
     def place(self, buffer: Buffer) -> int:
-        """The offset of a buffer."""
+        """Return the offset of a buffer."""
         key = self._key(buffer)
         if key not in self._offsets:
             alignment = max(WEIGHT_ALIGNMENT, buffer.alignment)

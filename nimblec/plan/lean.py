@@ -53,7 +53,7 @@ class LeanProcess:
         self._process.communicate()
 
     def differing_output(self, plan: Path, *, run_s: float) -> DifferingOutput | None:
-        """The first output that is not what the framework computed; None if all are.
+        """Return the first output that is not what the framework computed; None if all are.
 
         Call it once. ``run_s`` is the approximate duration of one run. Raises CompileError if the plan does
         not run at all.

@@ -42,7 +42,7 @@ def lower(graph: ir.Graph, schedule: ir.Schedule, layout: ir.Layout, *, name: st
     task comes from are left out. Raises CompileError for a fill of part of an element.
     """
     locate = _locator(graph, layout)
-    used_ops = sorted({task.op for task in graph.tasks})
+    used_ops = sorted({op for task in graph.tasks for op in range(task.op, task.op + 1 + task.joined)})
     new_op = {op: index for index, op in enumerate(used_ops)}
     return Program(
         name=name,
@@ -147,7 +147,7 @@ def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: d
 
 
 def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
-    """Whether a launch may start before that of ``previous``, on the same stream, has ended.
+    """Return whether a launch may start before that of ``previous``, on the same stream, has ended.
 
     A launch that was captured with a programmatic edge from another op's did not know what came before
     it: it waits for whatever does. One from within its op is for that launch alone.

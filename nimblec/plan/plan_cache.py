@@ -54,7 +54,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The record in a file; ValueError where it holds none."""
+        """Return the record in a file; ValueError where it holds none."""
         try:
             match json.loads(path.read_text()):
                 case {"key": str(key), "sha256": str(sha256), "seconds": float(seconds), "notes": [*notes]} if (
@@ -98,7 +98,7 @@ def compile_once(
 
 
 def _is_file(source: Source, target: Target) -> bool:
-    """Whether the model is determined by its files; the result of a callable is known only once it has run.
+    """Return whether the model is determined by its files; the result of a callable is known only once it has run.
 
     On the CPU target a .pt2 file is exported in this process, whose user may have changed torch's settings.
     """

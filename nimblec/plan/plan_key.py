@@ -66,7 +66,7 @@ class PlanKey:
 
 
 def find_key(source: Source, target: Target, options: Options) -> PlanKey | None:
-    """The key of the plan of a model file; None if it cannot be determined.
+    """Return the key of the plan of a model file; None if it cannot be determined.
 
     That is so if a file cannot be read, which the compiler reports better, or if packages were replaced
     while this process still runs those that it imported before.
@@ -98,7 +98,7 @@ def find_key(source: Source, target: Target, options: Options) -> PlanKey | None
 
 
 def _files(source: Source) -> dict[str, Path]:
-    """The model's file under the name "", and its data files under those that it calls them by."""
+    """Return the model's file under the name "", and its data files under those that it calls them by."""
     path = Path(source.model)
     _status(path)  # refuses a pipe before anything reads it
     if source.kind != "onnx":
@@ -116,7 +116,7 @@ def _status(path: Path) -> tuple[int, ...]:
 
 
 def _software() -> str:
-    """A digest of nimblec's source, of Python, and of every package that can be imported."""
+    """Return a digest of nimblec's source, of Python, and of every package that can be imported."""
     return _digest([sys.version, _sources(), _packages()])
 
 
@@ -124,7 +124,7 @@ _software_at_first = cache(_software)
 
 
 def _sources() -> dict[str, str]:
-    """The digests of the files of both packages."""
+    """Return the digests of the files of both packages."""
     return {
         str(path.relative_to(root.parent)): digest_of(path)
         for root in package_folders()
@@ -134,7 +134,7 @@ def _sources() -> dict[str, str]:
 
 
 def _packages() -> list[list[str]]:
-    """The path of each installed package, and its metadata, which list the digests of its files."""
+    """Return the path of each installed package, and its metadata, which list the digests of its files."""
     found = []
     # Of two versions, Python imports the first on the path.
     for folder in dict.fromkeys(sys.path):
@@ -149,7 +149,7 @@ def _packages() -> list[list[str]]:
 
 
 def _machine(target: Target) -> list[object]:
-    """The processor, which computes constants too, and the GPU with its driver."""
+    """Return the processor, which computes constants too, and the GPU with its driver."""
     about: list[object] = [target.name, platform.machine(), processor()]
     about += sorted({line for line in _lines(Path("/proc/cpuinfo")) if line.startswith(_INSTRUCTION_SETS)})
     if target is Target.CUDA:
@@ -162,11 +162,11 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(parts: object) -> str:
-    """The digest of a value's JSON text, which is different for different values."""
+    """Return the digest of a value's JSON text, which is different for different values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

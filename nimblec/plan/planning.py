@@ -1,8 +1,8 @@
 """The choice of a schedule for a captured graph, and the passes before it; both targets share them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import BUSY, Graph, KernelWork, Layout, Part, Schedule
@@ -22,7 +22,7 @@ from nimblec.schedule.matching import maximum_matching
 from nimblec.schedule.memory import layout
 from nimblec.schedule.recompute import recomputed
 from nimblec.schedule.streams import certificate, critical_path, interleaved, limited, maximal, serial
-from nimblert.plan import Candidate, Plan, ScheduleRecord, Target
+from nimblert.plan import Candidate, Plan, ScheduleRecord
 
 _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
@@ -58,7 +58,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """A schedule with its memory layout, and how long a run takes."""
+    """A schedule, the memory layout of the graph that is joined by it, and how long a run takes."""
 
     policy: str
     schedule: Schedule
@@ -77,18 +77,32 @@ class _Tried:
         )
 
 
+Join: TypeAlias = Callable[[Graph, Schedule], tuple[Graph, Schedule]]
+"""Joins consecutive tasks of each stream of a schedule into one, where the target runs them faster."""
+
+
+def _as_it_is(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
+    return graph, schedule
+
+
 def make_plan(
     graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
 ) -> Plan:
-    """The plan of one graph, without a golden record; see `choose_schedule`."""
+    """Return the plan of one graph, without a golden record; see `choose_schedule`."""
     part = choose_schedule(graph, provenance, timer, streams=streams, memory_limit=memory_limit)
     return assemble([part], provenance)
 
 
 def choose_schedule(
-    graph: Graph, provenance: Provenance, timer: Timer | None, *, streams: str = "auto", memory_limit: int | None = None
+    graph: Graph,
+    provenance: Provenance,
+    timer: Timer | None,
+    *,
+    streams: str = "auto",
+    memory_limit: int | None = None,
+    join: Join = _as_it_is,
 ) -> Part:
-    """Return the graph with the best schedule and memory layout found.
+    """Return the graph, joined by the best schedule found, with schedule and memory layout.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
     streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
@@ -97,53 +111,59 @@ def choose_schedule(
     Where times are noisy, the captured order is kept, and a note of the result says so. Where
     the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
     that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by policies
-    "recompute-..."; CompileError where that does not suffice either.
+    "recompute-..."; CompileError where that does not suffice either. Results within joined tasks count as well.
+    Tasks are timed one by one, schedules as they are joined.
     """
     graph = close_gaps(rename_workspaces(graph))
     dag = dependencies(graph)
-    captured = _try("1", graph, serial(dag))
+    captured = _try("1", graph, serial(dag), join)
     if timer is None:
         most, least_gain = estimates.MACHINES[provenance.target].max_streams, _ESTIMATED_GAIN
         durations: Sequence[int] = estimates.command_ns(graph, provenance.target)
     else:
         most, least_gain = timer.max_streams, timer.least_gain
-        durations = timer.command_durations(_timed(graph, captured, provenance)).ns
+        apart = captured if join is _as_it_is else _try("1", graph, serial(dag))
+        durations = timer.command_durations(_timed(graph, apart, provenance)).ns
     graph = _with_durations(graph, durations)
     if streams == "auto" and timer is not None:
         graph = _with_faster_edges(graph, captured, provenance, timer)
     tried = [
-        captured if policy == captured.policy else _try(policy, graph, schedule)
+        captured if policy == captured.policy else _try(policy, graph, schedule, join)
         for policy, schedule in _schedules(graph, dag, streams, most)
     ]
     fitting = tried
     if memory_limit is not None:
-        fitting = _fitting(tried, memory_limit) or _fitting(
-            [_try(p, graph, s) for p, s in _schedules(graph, dag, "auto", most)], memory_limit
+        fitting = _fitting(graph, tried, memory_limit, join) or _fitting(
+            graph, [_try(p, graph, s, join) for p, s in _schedules(graph, dag, "auto", most)], memory_limit, join
         )
         if not fitting:
-            graph, dag, fitting = _recomputing(graph, captured, memory_limit, most)
+            graph, dag, fitting = _recomputing(graph, captured, memory_limit, most, join)
     if len(fitting) > 1:
-        fitting = _with_times(graph, fitting, provenance, timer)
+        fitting = _with_times(graph, fitting, provenance, timer, join)
     chosen = _choose(fitting, least_gain)
     notes = (BUSY,) if chosen is fitting[0] and any(t.is_noisy for t in fitting) else ()
     if timer is None:
         graph = _with_durations(graph, [0] * len(graph.tasks))
         fitting = [replace(t, duration_ns=0) for t in fitting]
+    graph, schedule = join(graph, chosen.schedule)
+    dag = dag if join is _as_it_is else dependencies(graph)
     record = ScheduleRecord(
         policy=chosen.policy,
-        antichain=_positions(certificate(dag), chosen.schedule),
-        arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, chosen.schedule)),
+        antichain=_positions(certificate(dag), schedule),
+        arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, schedule)),
         candidates=tuple(t.candidate for t in fitting),
         fewest_sync_count=_fewest_syncs(dag),
     )
-    return Part(graph=graph, schedule=chosen.schedule, memory=chosen.memory, record=record, notes=notes)
+    return Part(graph=graph, schedule=schedule, memory=chosen.memory, record=record, notes=notes)
 
 
 def _with_durations(graph: Graph, durations: Sequence[int]) -> Graph:
     return replace(graph, tasks=tuple(replace(t, duration_ns=d) for t, d in zip(graph.tasks, durations, strict=True)))
 
 
-def _with_times(graph: Graph, tried: Sequence[_Tried], provenance: Provenance, timer: Timer | None) -> list[_Tried]:
+def _with_times(
+    graph: Graph, tried: Sequence[_Tried], provenance: Provenance, timer: Timer | None, join: Join
+) -> list[_Tried]:
     """Return the schedules with the times of their runs, estimated without a ``timer``.
 
     If the time of the first is noisy, the others are not measured: nothing can be compared with it.
@@ -152,43 +172,41 @@ def _with_times(graph: Graph, tried: Sequence[_Tried], provenance: Provenance, t
         return [replace(t, duration_ns=estimates.run_ns(graph, t.schedule, provenance.target)) for t in tried]
     timed: list[_Tried] = []
     for each in tried:
-        ns, is_noisy = timer.duration(_timed(graph, each, provenance))
+        ns, is_noisy = timer.duration(_timed(graph, each, provenance, join))
         timed.append(replace(each, duration_ns=ns, is_noisy=is_noisy))
         if timed[0].is_noisy:
             return [*timed, *tried[1:]]
     return timed
 
 
-def _recomputing(graph: Graph, captured: _Tried, memory_limit: int, most: int) -> tuple[Graph, Dag, list[_Tried]]:
+def _recomputing(
+    graph: Graph, captured: _Tried, memory_limit: int, most: int, join: Join
+) -> tuple[Graph, Dag, list[_Tried]]:
     """The graph with recomputed tasks, their order, and schedules within the limit; raises CompileError for none."""
-    least, goal = captured.memory.arena_nbytes, memory_limit
+    least, goal = _needed_nbytes(graph, captured, join), memory_limit
     for _ in range(_MOST_GOALS):
         smaller = recomputed(graph, goal)
         dag = dependencies(smaller)
-        tried = [_try(f"recompute-{p}", smaller, s) for p, s in _schedules(smaller, dag, "auto", most)]
-        if fitting := _fitting(tried, memory_limit):
+        tried = [_try(f"recompute-{p}", smaller, s, join) for p, s in _schedules(smaller, dag, "auto", most)]
+        if fitting := _fitting(smaller, tried, memory_limit, join):
             return smaller, dag, fitting
-        found = min(t.memory.arena_nbytes for t in tried)
+        found = min(_needed_nbytes(smaller, t, join) for t in tried)
         least, goal = min(least, found), int(goal * memory_limit / found * _CLOSER)  # the arena has holes
     raise CompileError(
         f"memory limit: {memory_limit} bytes are too few for the arena, the least found is {least}: allow more"
     )
 
 
-def _timed(graph: Graph, tried: _Tried, provenance: Provenance) -> Plan:
-    """A plan to time.
-
-    On a GPU its launches have no accesses, which may be tens of thousands, and serve only checks of a plan. On the
-    CPU they determine which launches form one session.
-    """
-    if provenance.target is Target.CUDA:
-        tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
-        graph = replace(graph, tasks=tuple(tasks))
-    return assemble([Part(graph=graph, schedule=tried.schedule, memory=tried.memory)], provenance)
+def _timed(graph: Graph, tried: _Tried, provenance: Provenance, join: Join = _as_it_is) -> Plan:
+    """A plan to time. Its launches have no accesses: only checks use these, and there may be tens of thousands."""
+    graph, schedule = join(graph, tried.schedule)
+    tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
+    graph = replace(graph, tasks=tuple(tasks))
+    return assemble([Part(graph=graph, schedule=schedule, memory=tried.memory)], provenance)
 
 
 def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, timer: Timer) -> Graph:
-    """The graph without its programmatic edges, if the captured order is faster without them.
+    """Return the graph without its programmatic edges, if the captured order is faster without them.
 
     A kernel that starts early takes room on the multiprocessors from those before it.
     """
@@ -200,7 +218,7 @@ def _with_faster_edges(graph: Graph, captured: _Tried, provenance: Provenance, t
 
 
 def _schedules(graph: Graph, dag: Dag, streams: str, most: int) -> Iterator[tuple[str, Schedule]]:
-    """The schedules to try for a policy, the captured order first."""
+    """Yield the schedules to try for a policy, the captured order first."""
     durations = [t.duration_ns for t in graph.tasks]
     if streams == "1":
         yield "1", serial(dag)
@@ -231,8 +249,8 @@ def _automatic(graph: Graph, dag: Dag, durations: Sequence[int], most: int) -> I
             yield f"critical-path-{count}/{cost}ns", critical_path(dag, durations, cost, count)
 
 
-def _try(policy: str, graph: Graph, schedule: Schedule) -> _Tried:
-    return _Tried(policy=policy, schedule=schedule, memory=layout(graph, schedule))
+def _try(policy: str, graph: Graph, schedule: Schedule, join: Join = _as_it_is) -> _Tried:
+    return _Tried(policy=policy, schedule=schedule, memory=layout(*join(graph, schedule)))
 
 
 def _fewest_syncs(dag: Dag) -> int:
@@ -242,8 +260,13 @@ def _fewest_syncs(dag: Dag) -> int:
     return len(reduced.edges) - matched
 
 
-def _fitting(tried: Sequence[_Tried], memory_limit: int) -> list[_Tried]:
-    return [t for t in tried if t.memory.arena_nbytes <= memory_limit]
+def _fitting(graph: Graph, tried: Sequence[_Tried], memory_limit: int, join: Join) -> list[_Tried]:
+    return [t for t in tried if _needed_nbytes(graph, t, join) <= memory_limit]
+
+
+def _needed_nbytes(graph: Graph, tried: _Tried, join: Join) -> int:
+    """Return the bytes of an arena for the results of all tasks, also of those within a joined task."""
+    return (tried.memory if join is _as_it_is else layout(graph, tried.schedule)).arena_nbytes
 
 
 def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:

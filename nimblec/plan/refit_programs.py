@@ -31,12 +31,12 @@ from nimblert.plan import (
 
 
 def refits(parts: Sequence[Part]) -> tuple[Program, ...]:
-    """One refit without commands, of the weights that the plan holds unchanged, if there are any."""
+    """Return one refit without commands, of the weights that the plan holds unchanged, if there are any."""
     return refits_in_place(_given(parts))
 
 
 def refits_in_place(weights: Iterable[Tensor]) -> tuple[Program, ...]:
-    """One refit without commands, of weights that the programs read as they are, if there are any."""
+    """Return one refit without commands, of weights that the programs read as they are, if there are any."""
     inputs = tuple(sorted(weights, key=lambda tensor: (tensor.pointer.offset, tensor.name)))
     if not inputs:
         return ()
@@ -63,7 +63,7 @@ def part_of(graph: Graph, name: str) -> Part:
 
 
 def replacing(program: Program, offsets: Mapping[str, int], given: Mapping[str, int] | None = None) -> Program:
-    """A program from weights to constants, as a refit that writes the constants where the plan has them.
+    """Return a program from weights to constants, as a refit that writes the constants where the plan has them.
 
     ``offsets`` are the places of the constants in WEIGHTS by output name, ``given`` those of the inputs that the plan
     holds there unchanged.
@@ -118,7 +118,7 @@ def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
 
 
 def _given(parts: Sequence[Part]) -> Iterator[Tensor]:
-    """The weights that have one place to themselves and are used in no other form."""
+    """Yield the weights that have one place to themselves and are used in no other form."""
     names: dict[int, set[str | None]] = defaultdict(set)
     places: dict[str, set[int]] = defaultdict(set)
     found: dict[str, Tensor] = {}
@@ -191,7 +191,7 @@ def groups(sources: Mapping[K, Iterable[Hashable]]) -> Iterator[list[K]]:
 
 
 def kept_note(kept: Collection[str]) -> str:
-    """The note that some weights keep their values."""
+    """Return the note that some weights keep their values."""
     more = f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else ""
     names = ", ".join(map(repr, sorted(kept)[:_SHOWN])) + more
     return f"refittable: weights that keep their values, as no recipe was found for them: {names}"

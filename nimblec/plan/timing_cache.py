@@ -73,7 +73,7 @@ class TimingCache:
             self._note(f"not kept, and will be measured again: {reason}")
 
     def _read(self, path: Path) -> dict[str, int] | None:
-        """The plausible times in the file; None where it is somebody's, or others may write it."""
+        """Return the plausible times in the file; None where it is somebody's, or others may write it."""
         try:
             if path.exists() and not path.is_file():
                 self._note("is not a regular file, and is left alone")
@@ -153,7 +153,7 @@ class CachedTimer:
         return measured
 
     def _steps(self, plan: Plan) -> Iterator[tuple[object, ...]]:
-        """The work, stream and addresses of each command, or its event."""
+        """Yield the work, stream and addresses of each command, or its event."""
         keys = iter(self._command_keys(plan))
         for command in plan.programs[0].commands:
             if isinstance(command, Record | Wait):
@@ -183,7 +183,7 @@ class CachedTimer:
 
 
 def _numbers(kernel: Kernel, params: bytes) -> Iterator[bytes]:
-    """The parameters that are plain numbers.
+    """Yield the parameters that are plain numbers.
 
     Structs are left out: libraries leave padding in them, and array entries that no kernel reads, as the host's stack
     was, which differs from compilation to compilation. Code, grid and sizes of memory tell the launches apart.
@@ -194,7 +194,7 @@ def _numbers(kernel: Kernel, params: bytes) -> Iterator[bytes]:
 
 
 def _pointers(command: Work) -> Iterator[tuple[object, ...]]:
-    """The memory addresses that a command is given, as numbers."""
+    """Yield the memory addresses that a command is given, as numbers."""
     if isinstance(command, Launch):
         for relocation in command.relocations:
             yield relocation.param_offset, *_place(relocation.pointer)

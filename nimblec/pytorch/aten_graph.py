@@ -53,12 +53,12 @@ class AtenProgram:
     """The flattened result; each tensor in it is the number of an output of ``module``."""
 
     def nest(self, outputs: Sequence[Tensor]) -> Any:
-        """The result of the original module, given what ``module`` returned."""
+        """Return the result of the original module, given what ``module`` returned."""
         leaves = [outputs[leaf.index] if isinstance(leaf, _Output) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
     def part(self, number: int) -> "AtenProgram":
-        """The program whose result is one item of this one's, which is a tuple."""
+        """Return the program whose result is one item of this one's, which is a tuple."""
         result = pytree.tree_unflatten(self.output_leaves, self.output_spec)[number]
         leaves, spec = pytree.tree_flatten(result)
         return replace(self, output_leaves=tuple(leaves), output_spec=spec)
@@ -103,7 +103,7 @@ def trace(
 
 
 def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
-    """Whether a block of it runs under enabled autocast."""
+    """Return whether a block of it runs under enabled autocast."""
     blocks = (module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
     nodes = (node for block in blocks for node in block.graph.nodes if isinstance(node.target, HigherOrderOperator))
     return any(node.target.name() == "wrap_with_autocast" and node.args[2] for node in nodes)
@@ -130,7 +130,7 @@ def program(recorder: Recorder, leaves: Sequence[Any], spec: pytree.TreeSpec) ->
 
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The exported program, refused if it is known to write into an input or state."""
+    """Return the exported program, refused if it is known to write into an input or state."""
     with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
         exported = export()
     name, signature = type(module).__name__, exported.graph_signature
@@ -143,7 +143,7 @@ def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedPro
 
 
 def _inputs(exported: torch.export.ExportedProgram, recorder: "StridedRecorder") -> list[Any]:
-    """A value for each placeholder: real tensors for parameters, fake ones for the arguments."""
+    """Return a value for each placeholder: real tensors for parameters, fake ones for the arguments."""
     on_host: dict[tuple[Any, ...], Tensor] = {}
     fakes = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     values: list[Any] = []
@@ -167,7 +167,7 @@ def _state(
     on_host: dict[tuple[Any, ...], Tensor],
     recorder: Recorder,
 ) -> Tensor:
-    """A parameter, buffer or constant on the CPU; tied parameters are one tensor."""
+    """Return a parameter, buffer or constant on the CPU; tied parameters are one tensor."""
     name = spec.target or ""
     tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants.get(name)
     if not isinstance(tensor, Tensor):
@@ -183,7 +183,7 @@ class StridedRecorder(Recorder):
     """A recorder that takes inputs of any strides, and refuses to fold random numbers into constants."""
 
     def placeholder_like(self, name: str, example: Tensor) -> Tensor:
-        """A fake tensor for an input that is like ``example``."""
+        """Return a fake tensor for an input that is like ``example``."""
         fake = self._fake(example)
         self._write(self.graph.placeholder(name), fake)
         self._given.add(fake.untyped_storage()._cdata)
@@ -219,7 +219,7 @@ def is_deterministic(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
 def _mean_slope(
     _x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_generator: object
 ) -> float | None:
-    """The slope of an RReLU below zero; None where it draws one for each element."""
+    """Return the slope of an RReLU below zero; None where it draws one for each element."""
     return None if training else (lower + upper) / 2
 
 
@@ -274,7 +274,7 @@ class _Tracer(fx.Interpreter):
         raise UnsupportedModelError(f"{name} in {self._recorder.source or 'the model'} is not a plain ATen call")
 
     def _device_of(self, arguments: Any) -> torch.device:
-        """The device of a call: the host for known values, else the model's device."""
+        """Return the device of a call: the host for known values, else the model's device."""
         fakes = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch._subclasses.FakeTensor))
         return self._recorder.device if any(True for _ in fakes) else torch.device("cpu")
 

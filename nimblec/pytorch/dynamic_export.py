@@ -21,7 +21,7 @@ _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
 def export_dynamic(live: LiveModel) -> Source:
-    """The ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
+    """Return the ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
 
     Raises TraceError where torch.export refuses the model or the shapes.
     """
@@ -63,7 +63,7 @@ def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, sai
 def _labels(
     program: ExportedProgram, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
 ) -> dict[str, str]:
-    """The name of the Dim of each symbol."""
+    """Return the name of the Dim of each symbol."""
     exported = {
         id(leaf): value
         for leaf, value in zip(pytree.tree_leaves((args, kwargs)), user_inputs(program), strict=True)

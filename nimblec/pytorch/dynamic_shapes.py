@@ -31,7 +31,7 @@ class _Declared:
     value: Any = None
 
     def symbols(self) -> Iterator[tuple[str, str]]:
-        """The plain symbols among its dimensions, with their axes."""
+        """Yield the plain symbols among its dimensions, with their axes."""
         for axis, size in enumerate(self.shape or ()):
             if isinstance(size, SymInt) and size.node.expr.is_symbol:
                 yield str(size.node.expr), f"axis {axis} of {self.name!r}"
@@ -49,7 +49,7 @@ def specialise(
     profile: Profile = (),
     module: torch.nn.Module | None = None,
 ) -> ModelCall:
-    """The module of an exported program and static arguments for it.
+    """Return the module of an exported program and static arguments for it.
 
     ``given`` are arguments that replace the example inputs of the export. Sizes of dynamic dimensions come
     from the ``profile``, ``inputs``, ``examples``, ``given`` and ``dims``, in this order, the first and the last
@@ -98,7 +98,7 @@ def specialise(
 
 
 def user_inputs(program: ExportedProgram) -> list[Any]:
-    """The graph's value of each input: a fake tensor, a SymInt, or a constant."""
+    """Return the graph's value of each input: a fake tensor, a SymInt, or a constant."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     return [
         spec.arg.value if isinstance(spec.arg, ConstantArgument) else values[spec.arg.name]
@@ -121,7 +121,7 @@ def _declare(name: str, value: Any) -> _Declared:
 def _symbols(
     name: str, declared: Sequence[_Declared], dims: Sequence[tuple[str, int]], labels: Mapping[str, str]
 ) -> dict[str, str]:
-    """The symbol of each dimension that the user can name; UnsupportedModelError for ``dims`` of other names."""
+    """Return the symbol of each dimension that the user can name; UnsupportedModelError for ``dims`` of other names."""
     symbols = {labels.get(symbol, symbol): symbol for d in declared for symbol, _ in d.symbols()}
     for dimension, _ in dims:
         if not symbols:
@@ -137,7 +137,7 @@ def _symbols(
 
 
 def _sizes(declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The size of each symbol that follows from the shapes of inputs."""
+    """Return the size of each symbol that follows from the shapes of inputs."""
     found: dict[str, tuple[int, str]] = {}
     for d in declared:
         shape = shapes.get(d.name)
@@ -154,7 +154,7 @@ def _sizes(declared: Sequence[_Declared], shapes: Mapping[str, tuple[int, ...]])
 
 
 def _open(declared: Sequence[_Declared], sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The symbols without a size, and where they occur."""
+    """Return the symbols without a size, and where they occur."""
     places: dict[str, list[str]] = {}
     for d in declared:
         for symbol, where in d.symbols():
@@ -176,7 +176,7 @@ def _check_ranges(
 
 
 def _range(program: ExportedProgram, symbol: str) -> str:
-    """The sizes that a symbol may have, in words."""
+    """Return the sizes that a symbol may have, in words."""
     for known, allowed in program.range_constraints.items():
         if str(known) == symbol:
             return f"{allowed.lower} to {allowed.upper}" if allowed.upper.is_Integer else f"from {allowed.lower}"
@@ -184,7 +184,7 @@ def _range(program: ExportedProgram, symbol: str) -> str:
 
 
 def _static(declared: _Declared, leaf: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf in the requested sizes, its axes in the same order in memory, or a stand-in."""
+    """Return the leaf in the requested sizes, its axes in the same order in memory, or a stand-in."""
     if declared.shape is None:
         return _size(declared.value, sizes) if isinstance(declared.value, SymInt) else leaf
     shape = _shape(declared, sizes)
@@ -199,7 +199,7 @@ def _shape(declared: _Declared, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _size(size: int | SymInt, sizes: Mapping[str, int]) -> int:
-    """A dimension's size, given those of all symbols."""
+    """Return a dimension's size, given those of all symbols."""
     if not isinstance(size, SymInt):
         return size
     expression = size.node.expr

@@ -101,7 +101,7 @@ def quiet_torch() -> Iterator[None]:
 
 
 def _handlers() -> list[logging.Handler]:
-    """Every handler that a record of torch may reach: torch gives some of its loggers their own."""
+    """Return every handler that a record of torch may reach: torch gives some of its loggers their own."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     loggers = [logging.root, *map(logging.getLogger, names)]
     last_resort = [logging.lastResort] if logging.lastResort else []

@@ -44,7 +44,7 @@ _MOST_SYMBOLS = 10**5
 
 
 def load_exported(path: Path) -> torch.export.ExportedProgram:
-    """The program in a ``.pt2`` file.
+    """Return the program in a ``.pt2`` file.
 
     Raises CompileError where the file is damaged, or holds what no exported model needs.
     """
@@ -82,7 +82,7 @@ def _check(archive: PT2ArchiveReader) -> None:
 
 
 def _pickled(archive: PT2ArchiveReader, names: list[str]) -> Iterator[str]:
-    """The records that torch unpickles."""
+    """Yield the records that torch unpickles."""
     yield SAMPLE_INPUTS_FILENAME_FORMAT.format(_NAME)
     for folder, config in (
         (WEIGHTS_DIR, WEIGHTS_CONFIG_FILENAME_FORMAT),

@@ -24,7 +24,7 @@ from nimblec.pytorch.state import (
 
 
 def flattened(model: TorchModel) -> TorchModel:
-    """The model as a graph of pure ATen calls on its device.
+    """Return the model as a graph of pure ATen calls on its device.
 
     State that it or another entry writes is passed to the graph after the model's own arguments, and its
     new value is returned after the model's results (`nimblec.graph.state`). Raises TraceError or
@@ -48,7 +48,7 @@ def flattened(model: TorchModel) -> TorchModel:
 
 
 def written_storages(model: TorchModel) -> frozenset[int]:
-    """The storages of its own that a model writes; empty if it cannot be a graph."""
+    """Return the storages of its own that a model writes; empty if it cannot be a graph."""
     if written := declared_writes(model.module):
         held = storages(model.module)
         return frozenset(held[name] for name in written)
@@ -78,5 +78,5 @@ def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple
 
 
 def device_of(model: TorchModel) -> str:
-    """The type of the device that the model is on."""
+    """Return the type of the device that the model is on."""
     return next((tensor.device.type for _, tensor in model.inputs), "cuda")

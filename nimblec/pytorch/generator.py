@@ -57,7 +57,7 @@ class GeneratorState:
     offset: Tensor
 
     def generator(self) -> CudaGenerator:
-        """A generator that starts from their values."""
+        """Return a generator that starts from their values."""
         return CudaGenerator(int(self.seed), int(self.offset))
 
 

@@ -79,7 +79,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether a module, a part of it, or a function is what torch.compile returned."""
+    """Return whether a module, a part of it, or a function is what torch.compile returned."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else (model,)
     return any(
         isinstance(m, torch._dynamo.OptimizedModule) or hasattr(m, "_torchdynamo_orig_callable") for m in modules
@@ -103,7 +103,7 @@ def _with_signature(builtin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_signature(function: Any) -> bool:
-    """Whether Python knows the parameters of a function, as it does not of most builtins."""
+    """Return whether Python knows the parameters of a function, as it does not of most builtins."""
     try:
         inspect.signature(function)
     except ValueError:
@@ -121,7 +121,7 @@ def set_arithmetic(precision: Precision) -> None:
 
 
 def state_written(signature: ExportGraphSignature) -> list[str]:
-    """The buffers and parameters that a run of an exported module changes."""
+    """Return the buffers and parameters that a run of an exported module changes."""
     return [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]
 
 
@@ -134,7 +134,7 @@ def bind(
     specs: Iterable[InputSpec] = (),
     examples: Mapping[str, np.ndarray] | None = None,
 ) -> ModelCall:
-    """One call of a module, with names for its inputs.
+    """Return one call of a module, with names for its inputs.
 
     ``specs`` and ``examples`` replace example inputs by name. Raises UnsupportedModelError for
     inputs that a plan cannot take, CompileError for names that are not inputs.
@@ -165,19 +165,19 @@ def _refuse_without_values(name: str, module: Any) -> None:
 
 
 def _fixed(name: str, leaf: Any) -> str:
-    """The note for an argument that is not a tensor, and so is not an input of the plan."""
+    """Return the note for an argument that is not a tensor, and so is not an input of the plan."""
     if isinstance(leaf, np.ndarray | np.generic):
         raise UnsupportedModelError(f"argument {name!r} is a numpy array: give torch.from_numpy of it")
     return f"argument {name!r} is fixed to {shortened(leaf)}: only tensors are inputs of a plan"
 
 
 def place(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str) -> TorchModel:
-    """A module and the arguments of one call, moved to ``device``."""
+    """Return a module and the arguments of one call, moved to ``device``."""
     return place_call(bind(module, args, kwargs), device=device)
 
 
 def place_call(call: ModelCall, *, device: str) -> TorchModel:
-    """A call with module and inputs moved to ``device``."""
+    """Return a call with module and inputs moved to ``device``."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     args, kwargs = pytree.tree_unflatten([_own(leaf, device) for leaf in leaves], structure)
     tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -192,14 +192,14 @@ def place_call(call: ModelCall, *, device: str) -> TorchModel:
 
 
 def _own(leaf: Any, device: str) -> Any:
-    """A copy of a tensor on the device, with the same memory format."""
+    """Return a copy of a tensor on the device, with the same memory format."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().to(device, copy=True, memory_format=torch.preserve_format)
 
 
 def input_names(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The names of all leaves: the parameter's, followed by the path inside a nested argument."""
+    """Return the names of all leaves: the parameter's, followed by the path inside a nested argument."""
     target = uncompiled(module)
     forward = target.forward if isinstance(target, torch.nn.Module) else target
     try:

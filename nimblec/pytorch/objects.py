@@ -9,7 +9,7 @@ from nimblec.base.errors import ArgumentError
 
 
 def is_exported(model: Any) -> bool:
-    """Whether a model is an ExportedProgram."""
+    """Return whether a model is an ExportedProgram."""
     return isinstance(model, torch.export.ExportedProgram)
 
 
@@ -34,7 +34,7 @@ def refuse_script_within(model: Any) -> None:
 
 
 def positional(example_inputs: Any) -> tuple[Any, ...]:
-    """The positional arguments of one call; a single tensor needs no tuple."""
+    """Return the positional arguments of one call; a single tensor needs no tuple."""
     match example_inputs:
         case torch.Tensor():
             return (example_inputs,)

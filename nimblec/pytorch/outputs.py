@@ -12,13 +12,13 @@ from nimblec.pytorch.tensors import check_dense
 
 
 def join_path(name: str, path: Sequence[Any]) -> str:
-    """A name and a pytree path as one dotted name."""
+    """Return a name and a pytree path as one dotted name."""
     parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
     return ".".join([name, *parts] if name else parts)
 
 
 def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors a model returned, by name: its keys, or "output" and a number.
+    """Return the tensors a model returned, by name: its keys, or "output" and a number.
 
     None is not an output of a plan, but counts in the numbering. Raises UnsupportedModelError for anything
     else: a plan computes only tensors.
@@ -44,12 +44,12 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
-    """A forward hook: the outputs by name, without classes that another process might not have."""
+    """Return a forward hook: the outputs by name, without classes that another process might not have."""
     return dict(name_outputs(result))
 
 
 def missing_outputs(result: Any) -> tuple[str, ...]:
-    """A note for each None that a model returned."""
+    """Return a note for each None that a model returned."""
     leaves = pytree.tree_flatten_with_path(result)[0]
     names = (_output_name(path, len(leaves)) for path, leaf in leaves if leaf is None)
     return tuple(f"the model returns None as {name!r}: the plan has no such output" for name in names)

@@ -115,7 +115,7 @@ class _TopLevel(TorchFunctionMode):
 
 
 def _is_of_model(leaf: Any) -> bool:
-    """Whether it is a tensor that stands for a value of the running model."""
+    """Return whether it is a tensor that stands for a value of the running model."""
     return isinstance(leaf, Tensor) and isinstance(_held(leaf), FakeTensor)
 
 
@@ -144,7 +144,7 @@ class _NotingRecorder(StridedRecorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _hosted(self, tensor: Tensor) -> Tensor:
-        """A copy on the host of a constant of another device."""
+        """Return a copy on the host of a constant of another device."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "cpu":
             return tensor
         kept = self._on_host.setdefault(id(tensor), (tensor, tensor.detach().cpu()))

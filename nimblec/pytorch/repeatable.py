@@ -43,7 +43,7 @@ def refuse_differing(
 
 
 def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bool) -> Any:
-    """The model's result; two runs must agree, from the same buffers and parameters if a plan keeps those.
+    """Return the model's result; two runs must agree, from the same buffers and parameters if a plan keeps those.
 
     Raises TraceError if the model cannot be run, UnsupportedModelError if the runs differ.
     """
@@ -73,7 +73,7 @@ def _state(module: Any) -> Iterator[Callable[[], object]]:
 
 
 def compared(expected: Tensor, found: Tensor) -> Difference:
-    """The difference of two tensors, infinite if their shapes differ."""
+    """Return the difference of two tensors, infinite if their shapes differ."""
     if expected.shape != found.shape:
         return Difference(absolute=math.inf, relative=math.inf, exact=False)
     wide = torch.float64 if expected.is_floating_point() else expected.dtype

@@ -61,7 +61,7 @@ def _check_node(node: ast.expr, *, in_power: bool) -> None:
 
 
 def _is_leaf(node: ast.expr) -> bool:
-    """Whether it is a number or a symbol."""
+    """Return whether it is a number or a symbol."""
     match node:
         case ast.Constant(value=value):
             return isinstance(value, bool | float) or (isinstance(value, int) and value < _LARGEST_INTEGER)
@@ -73,7 +73,7 @@ def _is_leaf(node: ast.expr) -> bool:
 
 
 def _is_option(keyword: ast.keyword) -> bool:
-    """Whether it is an assumption on a symbol, such as positive=True, or the precision of a number."""
+    """Return whether it is an assumption on a symbol, such as positive=True, or the precision of a number."""
     return isinstance(keyword.value, ast.Constant) and type(keyword.value.value) in {bool, int}
 
 
@@ -87,7 +87,7 @@ def _is_power(node: ast.expr) -> bool:
 
 
 def _is_small(exponent: ast.expr) -> bool:
-    """Whether nothing in an exponent makes it large but a symbol, whose value sympy does not know."""
+    """Return whether nothing in an exponent makes it large but a symbol, whose value sympy does not know."""
     numbers = [n.value for n in ast.walk(exponent) if isinstance(n, ast.Constant) and isinstance(n.value, int | float)]
     return len(numbers) <= 2 and all(number <= _LARGEST_EXPONENT for number in numbers)  # two: Rational(1, 2)
 

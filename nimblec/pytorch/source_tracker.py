@@ -33,7 +33,7 @@ class SourceTracker:
         self.current = source
 
     def source(self) -> str:
-        """The source of the call that is being dispatched; call it once for each, below autograd."""
+        """Return the source of the call that is being dispatched; call it once for each, below autograd."""
         gradient: Any = torch._C._current_autograd_node()
         if gradient is not None:
             return str(Place(Phase.BACKWARD, self._forward.get(gradient._sequence_nr(), "")))
@@ -91,12 +91,12 @@ def within(source: str) -> AbstractContextManager[None]:
 
 
 def noted(meta: Mapping[str, Any]) -> str | None:
-    """The source that the ``meta`` of a node got when it was traced; None if it got none."""
+    """Return the source that the ``meta`` of a node got when it was traced; None if it got none."""
     return (meta.get("custom") or {}).get(SOURCE_KEY)
 
 
 def source_of(node: fx.Node) -> str:
-    """The origin of a node: an ONNX node, the source noted for it, or the path of its innermost module."""
+    """Return the origin of a node: an ONNX node, the source noted for it, or the path of its innermost module."""
     if "source" in node.meta:
         return str(node.meta["source"])
     if (source := noted(node.meta)) is not None:

@@ -59,7 +59,7 @@ class DynamicProgram:
         return bool(state_written(functional.graph_signature))
 
     def calls(self, options: Options) -> dict[Profile, ModelCall]:
-        """The model on inputs of each profile's sizes, over the same weights."""
+        """Return the model on inputs of each profile's sizes, over the same weights."""
         module = self.program.module(check_guards=False)
         return {
             profile: dynamic_shapes.specialise(
@@ -70,7 +70,7 @@ class DynamicProgram:
 
 
 def dynamic_program(source: Source, options: Options, *, device: str = "cpu") -> DynamicProgram:
-    """The program of a source for several sizes. Raises CompileError for one whose dimensions have no names."""
+    """Return the program of a source for several sizes. Raises CompileError for one whose dimensions have no names."""
     if source.kind == "exported":
         return DynamicProgram(source.model, _load_file(source, device), dict(source.labels))
     live = source.live
@@ -126,7 +126,7 @@ ModuleCall: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def import_callable(spec: str) -> ModuleCall:
-    """The result of the callable named "package.module:callable", which must be one entry."""
+    """Return the result of the callable named "package.module:callable", which must be one entry."""
     calls = import_entries(spec)
     if len(calls) > 1:
         raise CompileError(f"{spec}: returned the entries {list(calls)}, expected one")
@@ -135,7 +135,7 @@ def import_callable(spec: str) -> ModuleCall:
 
 
 def import_entries(spec: str) -> dict[str, ModuleCall]:
-    """The result of the callable named "package.module:callable": module, args, kwargs of each entry.
+    """Return the result of the callable named "package.module:callable": module, args, kwargs of each entry.
 
     It returns (module, example_inputs) or (module, example_inputs, kwargs), as `nimblec.compile` takes
     them, for an entry "main", or a dict of such by the names of entries.

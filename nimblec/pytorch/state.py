@@ -46,7 +46,7 @@ def declared_writes(module: Any) -> tuple[str, ...]:
 
 
 def generator_of(module: Any) -> StepGenerator | None:
-    """The generator of torch with its state in the module, if the module draws its random numbers from one."""
+    """Return the generator of torch with its state in the module, if the module draws its random numbers from one."""
     return module.draws if isinstance(module, Writing) else None
 
 
@@ -76,14 +76,14 @@ def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
 
 
 def storages(module: Any) -> dict[str, int]:
-    """An identifier of the storage of each parameter and buffer of a module, by name; none for a function."""
+    """Return an identifier of the storage of each parameter and buffer of a module, by name; none for a function."""
     return {name: tensor.untyped_storage()._cdata for name, tensor in named_tensors(module).items()}
 
 
 def find_state(
     calls: Mapping[str, ModelCall], written: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[StateTensor, ...]]:
-    """The state of each entry: what it or another entry writes, by the names that it has in the entry's module.
+    """Return the state of each entry: what it or another entry writes, by the names that it has in the entry's module.
 
     ``written`` are the names that each entry's runs write. Raises UnsupportedModelError as `state_of`.
     """
@@ -93,7 +93,7 @@ def find_state(
 
 
 def state_of(what: str, module: Any, written: Sequence[str], elsewhere: Collection[int]) -> tuple[StateTensor, ...]:
-    """The state of a module: what its runs write, by name, and of what others write the storages that it has.
+    """Return the state of a module: what its runs write, by name, and of what others write the storages that it has.
 
     Raises UnsupportedModelError where that shares memory with another tensor of the module, called ``what``.
     """
@@ -128,7 +128,7 @@ def _shared(what: str, first: str, other: str) -> UnsupportedModelError:
 
 
 def named_tensors(module: Any) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module by every name that they have."""
+    """Return the parameters and buffers of a module by every name that they have."""
     if not isinstance(module, torch.nn.Module):
         return {}
     return {
@@ -156,7 +156,7 @@ def call_with(module: torch.nn.Module, given: dict[str, torch.Tensor], *call: An
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter and buffer of each module, by one name for each module that has it."""
+    """Yield each parameter and buffer of each module, by one name for each module that has it."""
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:

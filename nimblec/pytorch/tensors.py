@@ -52,7 +52,7 @@ def check_dense(what: str, tensor: torch.Tensor) -> None:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An example input, given only its shape and dtype. Raises CompileError where no memory holds it."""
+    """Return an example input, given only its shape and dtype. Raises CompileError where no memory holds it."""
     example = torch.rand if dtype.is_floating_point else torch.zeros  # zeros would hide errors in sums
     try:
         return example(tuple(shape)).to(dtype)
@@ -61,7 +61,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def resized(array: T, shape: tuple[int, ...]) -> T:
-    """The array repeated or cut along each axis: the numbers stay among those that it has."""
+    """Return the array repeated or cut along each axis: the numbers stay among those that it has."""
     if tuple(array.shape) == shape or len(array.shape) != len(shape) or not all(array.shape):
         return array
     for axis, size in enumerate(shape):
@@ -71,7 +71,7 @@ def resized(array: T, shape: tuple[int, ...]) -> T:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory, bfloat16 too."""
+    """Return a tensor over the array's memory, bfloat16 too."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -85,7 +85,7 @@ def range_of(name: str, example: torch.Tensor) -> tuple[int, int] | None:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor as an array of the host, in C order, bfloat16 too."""
+    """Return the tensor as an array of the host, in C order, bfloat16 too."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:
         return host.view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))

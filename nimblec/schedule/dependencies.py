@@ -201,7 +201,7 @@ def _conflict(graph: Graph, early: Task, late: Task) -> bool:
 
 
 def renamed(task: Task, name: Callable[[int], int]) -> Task:
-    """A task that uses the buffer ``name(b)`` wherever it used ``b``."""
+    """Return a task that uses the buffer ``name(b)`` wherever it used ``b``."""
     return replace(
         task,
         work=_work(task.work, name),

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 
 from nimblec.base.ir import Graph, KernelWork, Schedule, Task
-from nimblert.cpu.onnx_threads import is_large
-from nimblert.plan import Kernel, ParameterKind, Target
+from nimblert.cpu.streams import is_large
+from nimblert.plan import ITEM_NBYTES, Kernel, ParameterKind, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,16 @@ def _width(graph: Graph, task: Task, target: Target) -> int:
     """Return how many lanes a task can use."""
     lanes = MACHINES[target].lanes
     if target is Target.CPU:
-        is_wide = isinstance(task.work, KernelWork) and is_large(graph.kernels[task.work.kernel])
+        is_wide = isinstance(task.work, KernelWork) and _is_large(graph.kernels[task.work.kernel])
         return lanes if is_wide else 1
     if isinstance(task.work, KernelWork):
         return min(lanes, -(-prod(task.work.grid) * prod(task.work.block) // _THREADS_PER_LANE))
     return lanes
+
+
+def _is_large(kernel: Kernel) -> bool:
+    """Return whether several threads run a kernel of a CPU plan faster."""
+    return is_large(kernel.symbol, sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters))
 
 
 def _flops(kernel: Kernel) -> int:

@@ -25,7 +25,7 @@ _MOST_TRIED = 32
 
 
 def recomputed(graph: Graph, limit_nbytes: int) -> Graph:
-    """A graph with the same results that keeps fewer bytes of the arena beyond the limit, in its captured order.
+    """Return a graph with the same results that keeps fewer bytes of the arena beyond the limit, in its captured order.
 
     Some tasks occur in it several times, each time with memory of their own: tasks whose sources still exist or are
     recomputed too, and that write nothing that outlives the run. The limit may not be reached.
@@ -130,7 +130,7 @@ class _Analysis:
                     yield buffer, before, at
 
     def _again(self, buffer: int, at: int) -> _Again | None:
-        """The recomputation of a buffer before task ``at``; None if there is none."""
+        """Return the recomputation of a buffer before task ``at``; None if there is none."""
         run: set[int] = set()
         there: set[tuple[int, int]] = set()
         waiting = list(self._writes[buffer])
@@ -153,7 +153,7 @@ class _Analysis:
         return _Again(buffer=buffer, at=at, run=tuple(sorted(run)), there=frozenset(there))
 
     def _is_repeatable(self, task: Task) -> bool:
-        """Whether a task is known to write into the arena alone."""
+        """Return whether a task is known to write into the arena alone."""
         if self.graph.ops[task.op].opaque:
             return False
         return all(self.graph.buffers[access.buffer].kind in ARENA_KINDS for access in task.writes)
@@ -168,7 +168,7 @@ class _Analysis:
 
 
 def _inserted(graph: Graph, again: _Again) -> Graph:
-    """The graph with the tasks of a recomputation inserted."""
+    """Return the graph with the tasks of a recomputation inserted."""
     buffers = list(graph.buffers)
     made: dict[int, int] = {}
     for index in again.run:
@@ -188,13 +188,13 @@ def _inserted(graph: Graph, again: _Again) -> Graph:
 
 
 def _moved(task: Task, at: int, count: int) -> int | None:
-    """The source of a task's programmatic edge, after ``count`` tasks were inserted before task ``at``."""
+    """Return the source of a task's programmatic edge, after ``count`` tasks were inserted before task ``at``."""
     before = task.programmatic_after
     return before if before is None or before < at else before + count
 
 
 def _on_others(task: Task, names: Mapping[int, int], programmatic_after: int | None) -> Task:
-    """A task on other buffers."""
+    """Return a task on other buffers."""
     if task.programmatic_after == programmatic_after and task_buffers(task).isdisjoint(names):
         return task
     return replace(renamed(task, lambda buffer: names.get(buffer, buffer)), programmatic_after=programmatic_after)

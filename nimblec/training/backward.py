@@ -48,7 +48,7 @@ def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) ->
 
 
 def _is_of_training(op: Any) -> bool:
-    """Whether it is a gradient, or an operator of which only gradients need all outputs.
+    """Return whether it is a gradient, or an operator of which only gradients need all outputs.
 
     Batch norm writes its statistics unseen; of nll_loss torch.onnx (2.13) exports a wrong second output, the sum of
     the weights.
@@ -99,7 +99,7 @@ def convolution_backward(
 
 
 def _spread(grad: Tensor, weight: Tensor, window: _Window, image: Sequence[int]) -> Tensor:
-    """A gradient back through the windows of a convolution, to an image of these sizes."""
+    """Return a gradient back through the windows of a convolution, to an image of these sizes."""
     reached = [
         (n - 1) * s - 2 * p + d * (k - 1) + 1
         for n, s, p, d, k in zip(

@@ -10,7 +10,7 @@ from nimblec.pytorch.state import call_with
 
 
 def result_with(model: nn.Module, given: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
-    """The result of a model that has the tensors ``given`` by name.
+    """Return the result of a model that has the tensors ``given`` by name.
 
     Raises UnsupportedModelError where the model assigns one of them, which would change nothing that lasts.
     """

@@ -43,7 +43,7 @@ _FEW = 2
 
 @in_float64()
 def refuse_another_step(recipe: StepDefinition, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Step:
-    """The step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
+    """Return the step in float64, where its graph does what the optimizer does; else raise UnsupportedModelError.
 
     In float64, since an optimizer that divides by gradients makes a whole step of the rounding error of a zero one.
     Code that fails there, as it casts to float32 or holds such tensors, has these in float64, too.
@@ -86,7 +86,7 @@ def _checked(recipe: StepDefinition, inputs: Sequence[Tensor], targets: Sequence
 
 
 def _double(recipe: StepDefinition) -> StepDefinition:
-    """A copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
+    """Return a copy in float64, without autocast, which would leave float64 as it is and needs no scale there."""
     with user_code("training_step: model and optimizer cannot be copied"):
         model, optimizer = copy.deepcopy((recipe.model, recipe.optimizer), _kept_results(recipe.model))
     if model is recipe.model:
@@ -100,7 +100,7 @@ def _double(recipe: StepDefinition) -> StepDefinition:
 
 
 def _with_casts(recipe: StepDefinition) -> StepDefinition:
-    """The same, and what model and loss cast to floats or read of them is in float64, too."""
+    """Return the same, and what model and loss cast to floats or read of them is in float64, too."""
     recipe.model.__dict__["forward"] = widened(recipe.model.forward)
     return replace(recipe, loss=widened(recipe.loss))
 
@@ -138,7 +138,7 @@ def _graph_call(step: Step, state: TrainingState, batch: Sequence[Tensor]) -> tu
 
 
 def _rounding_noise(step: Step, state: TrainingState, batch: Sequence[Tensor], found: Named) -> dict[str, float]:
-    """The largest difference of each result from the one ``found``, when state and batch are rounded otherwise.
+    """Return the largest difference of each result from the one ``found``, when state and batch are rounded otherwise.
 
     It is what the step makes of rounding errors of its inputs and, as other numbers round otherwise, of its own.
     """
@@ -165,7 +165,7 @@ def _rounded_otherwise(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors that the optimizer keeps for parameters, as `TrainingState` names them."""
+    """Return the tensors that the optimizer keeps for parameters, as `TrainingState` names them."""
     return {
         f"{name}.{slot}": value.detach()
         for name, parameter in trained(model).items()
@@ -175,12 +175,12 @@ def _slots(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _held(state: TrainingState) -> dict[str, Tensor]:
-    """The part of it that the framework's model and optimizer hold."""
+    """Return the part of it that the framework's model and optimizer hold."""
     return {**state.parameters, **state.buffers, **state.slots}
 
 
 def _continued(state: TrainingState, given: Mapping[str, Tensor]) -> TrainingState:
-    """The state for the next call: the framework's own, since a network may amplify rounding errors."""
+    """Return the state for the next call: the framework's own, since a network may amplify rounding errors."""
     begun = {name: given.get(name, value).to(value.dtype, copy=True) for name, value in _held(state).items()}
     parts = {part: {name: begun[name] for name in getattr(state, part)} for part in ("parameters", "buffers", "slots")}
     return replace(state, **parts)
@@ -192,7 +192,7 @@ def _differing(
     found: Mapping[str, Tensor],
     noise: Mapping[str, float] = MappingProxyType({}),
 ) -> str | None:
-    """The first tensor that is missing, or differs by more than another order of sums explains.
+    """Return the first tensor that is missing, or differs by more than another order of sums explains.
 
     ``before`` is the state before the call: a mask of huge numbers that stays as it is raises no tolerance.
     ``noise`` is what `_rounding_noise` found, where it was measured.
@@ -215,7 +215,7 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest finite magnitude of floating-point numbers."""
+    """Return the largest finite magnitude of floating-point numbers."""
     values = tensor.abs().flatten() if tensor.is_floating_point() else tensor.new_empty(0)
     values = values[values.isfinite()]
     return float(values.max()) if values.numel() else 0.0

@@ -60,7 +60,7 @@ class Train(Writing):
         self._trace()
 
     def forward(self, *batch: Tensor) -> dict[str, Tensor]:
-        """The loss of a batch, before the step."""
+        """Return the loss of a batch, before the step."""
         state, count = self._found(), self._recipe.inputs
         if not torch.compiler.is_exporting():
             loss, _ = take_step(self._recipe, state, state, batch[:count], batch[count:], self.draws)
@@ -98,15 +98,15 @@ class Train(Writing):
             self.writes = tuple(name for name, changes in names if changes or name in self.writes)
 
     def _found(self) -> TrainingState:
-        """The state, as a call finds it."""
+        """Return the state, as a call finds it."""
         return self._state.with_tensors(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """All of the state, as a call finds it."""
+        """Return all of the state, as a call finds it."""
         return [_find(self, name) for name in self._names()]
 
     def _names(self) -> list[str]:
-        """The names of all of the state in this module."""
+        """Return the names of all of the state in this module."""
         state = self._state
         model = [f"{MODEL}.{name}" for name in (*state.parameters, *state.buffers)]
         return [*model, *(f"{OPTIMIZER}.{name}" for name in (*state.slots, *state.rates)), *state.own]
@@ -122,7 +122,7 @@ class Evaluate(nn.Module):
         self._autocast = autocast
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The result of the model in evaluation mode."""
+        """Return the result of the model in evaluation mode."""
         was_training = [module for module in self.model.modules() if module.training]
         for module in was_training:
             module.training = False
@@ -198,7 +198,7 @@ def _check_loss(loss: object) -> None:
 
 
 def _half(autocast: Any) -> torch.dtype | None:
-    """A type for autocast by its own name, or that of ``precision``."""
+    """Return a type for autocast by its own name, or that of ``precision``."""
     for name, dtype in _HALVES.items():
         if autocast is dtype or autocast == name:
             return dtype

@@ -23,7 +23,7 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) ->
 
 
 def distances_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
-    """The gradient of distances between all rows of ``x`` and of ``y``, for ``x``; 0 for rows that are equal.
+    """Return the gradient of distances between all rows of ``x`` and of ``y``, for ``x``; 0 for rows that are equal.
 
     The formulas are those of ATen/native/cpu/DistanceOpsKernel.cpp.
     """
@@ -43,14 +43,14 @@ def distances_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: 
 
 
 def shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
-    """The gradient of hardshrink and softshrink, which are 0 within ``lambd`` of 0."""
+    """Return the gradient of hardshrink and softshrink, which are 0 within ``lambd`` of 0."""
     return torch.where(x.abs() <= lambd, 0, grad)
 
 
 def weight_norm_backward(
     grad: Tensor, direction: Tensor, length: Tensor, norms: Tensor, dim: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``direction * (length / norms)``, a weight with a norm along all axes but ``dim``."""
+    """Return the gradients of ``direction * (length / norms)``, a weight with a norm along all axes but ``dim``."""
     others = [axis for axis in range(grad.dim()) if axis != dim]
     along = (grad * direction).sum(others, keepdim=True) / norms
     return (grad - direction * (along / norms)) * (length / norms), along
@@ -88,7 +88,7 @@ def bags_backward(
     weights: Tensor | None = None,
     padding_idx: int = -1,
 ) -> Tensor:
-    """The gradient of sums or means of bags of embeddings, for the table; maxima are left to ATen."""
+    """Return the gradient of sums or means of bags of embeddings, for the table; maxima are left to ATen."""
     del offset2bag, bag_size, maximum_indices, sparse
     if mode == _MAX or scale_grad_by_freq:
         left: Tensor = NotImplemented
@@ -112,7 +112,7 @@ def bag_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> Tensor:
-    """The gradient of sums of bags of embeddings, for the weight of each."""
+    """Return the gradient of sums of bags of embeddings, for the weight of each."""
     del offset2bag, mode
     bags, counted = _bags(indices, offsets, len(grad), padding_idx)
     return (grad[bags] * table[indices]).sum(1) * counted

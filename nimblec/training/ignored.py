@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 
 def ignored(graph: fx.Graph) -> frozenset[int]:
-    """The integers c that the graph puts another number in place of: where(x != c, x, other)."""
+    """Return the integers c that the graph puts another number in place of: where(x != c, x, other)."""
     found = set()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.where.self):
         kept, value, _ = node.args

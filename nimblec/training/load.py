@@ -73,7 +73,7 @@ def _check_kind(name: str, value: object, kind: type | UnionType, expected: str)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """A copy of an array of any dtype that a state has."""
+    """Return a copy of an array of any dtype that a state has."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     array = np.array(value)
@@ -118,7 +118,7 @@ def _check_shape(name: str, value: Tensor, expected: Tensor) -> None:
 
 
 def _scale(values: Named) -> dict[str, float]:
-    """The state of a GradScaler."""
+    """Return the state of a GradScaler."""
     if SCALE not in values:
         raise ArgumentError(
             f"load_state: the state has no {SCALE!r}, which only a step with autocast=torch.float16 has: "

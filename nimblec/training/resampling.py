@@ -25,7 +25,7 @@ _WIDTH = 2
 
 
 def adaptive_mean_backward(axes: int, grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of the adaptive mean over windows of the last ``axes``."""
+    """Return the gradient of the adaptive mean over windows of the last ``axes``."""
     return _back(grad, x.shape[-axes:], [partial(_adaptive_mean, size=size) for size in grad.shape[-axes:]])
 
 
@@ -45,7 +45,7 @@ def mean_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
-    """The gradient of a mean over windows of the last ``axes``."""
+    """Return the gradient of a mean over windows of the last ``axes``."""
     kernel, pads = (list(s) * axes if len(s) == 1 else list(s) for s in (kernel_size, padding))
     steps = (list(stride) * axes)[:axes] or kernel
 
@@ -62,7 +62,7 @@ def mean_backward(
 def resize_backward(
     forward: Any, axes: int, grad: Tensor, output_size: Sequence[int], input_size: Sequence[int], *settings: Any
 ) -> Tensor:
-    """The gradient of resizing the last ``axes``; ``forward`` does so with two, and is alike along both.
+    """Return the gradient of resizing the last ``axes``; ``forward`` does so with two, and is alike along both.
 
     ``settings`` are whether corners are aligned, for some ways of resizing, and a scale for each axis, by default None.
     """
@@ -88,7 +88,7 @@ def nearest(axes: int, x: Tensor, output_size: Sequence[int], *scales: float | N
 
 
 def replication_backward(axes: int, grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """The gradient of repeating the border of the last ``axes``; ``padding`` begins with the last one's."""
+    """Return the gradient of repeating the border of the last ``axes``; ``padding`` begins with the last one's."""
 
     def along(images: Tensor, before: int, after: int) -> Tensor:
         found: Tensor = aten.replication_pad2d(images, (0, 0, before, after))
@@ -99,7 +99,7 @@ def replication_backward(axes: int, grad: Tensor, x: Tensor, padding: Sequence[i
 
 
 def _back(grad: Tensor, sizes: Sequence[int], operators: Sequence[_Along]) -> Tensor:
-    """The gradient back through linear operators along the last axes, whose ``sizes`` before them are given."""
+    """Return the gradient back through linear operators along the last axes, whose ``sizes`` before them are given."""
     for axis, size, along in zip(range(-len(sizes), 0), sizes, operators, strict=True):
         grad = _product(grad, axis, _transposed(along, size, grad))
     return grad
@@ -113,14 +113,14 @@ def _real_tensors() -> Iterator[None]:
 
 
 def _transposed(along: _Along, size: int, like: Tensor) -> Tensor:
-    """The matrix of an operator along an axis, transposed: (size after it, size before it)."""
+    """Return the matrix of an operator along an axis, transposed: (size after it, size before it)."""
     with _real_tensors():
         made = along(torch.eye(size)[None, ..., None].repeat(1, 1, 1, _WIDTH))
         return made[0, ..., 0].T.contiguous().to(like.dtype)
 
 
 def _product(x: Tensor, axis: int, matrix: Tensor) -> Tensor:
-    """An axis times a matrix: a repetition or a sum of neighbours where it is no more than that."""
+    """Return an axis times a matrix: a repetition or a sum of neighbours where it is no more than that."""
     with _real_tensors():
         before, after = matrix.shape
         few = min(before, after)
@@ -141,7 +141,7 @@ def _product(x: Tensor, axis: int, matrix: Tensor) -> Tensor:
 
 
 def maximum_backward(axes: int, grad: Tensor, x: Tensor, *window_and_indices: Any) -> Tensor:
-    """The gradient of a maximum over windows: what each window gives goes to the element that it took."""
+    """Return the gradient of a maximum over windows: what each window gives goes to the element that it took."""
     outer = x.shape[:-axes]
     flat = grad.new_zeros((*outer, prod(x.shape[-axes:])))
     places, values = (t.reshape(*outer, prod(t.shape[-axes:])) for t in (window_and_indices[-1], grad))

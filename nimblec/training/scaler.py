@@ -18,7 +18,7 @@ _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
 
 def initial_scaler() -> dict[str, Tensor]:
-    """The state of a scaler that has not seen a step."""
+    """Return the state of a scaler that has not seen a step."""
     return {SCALE: torch.tensor(_FIRST_SCALE), TRACKER: torch.tensor(0, dtype=torch.int32)}
 
 

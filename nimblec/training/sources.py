@@ -30,13 +30,13 @@ def name_updates(graph: fx.Graph, state: TrainingState) -> None:
 
 
 def _layer(node: fx.Node) -> str:
-    """The layer whose gradient a node is, if any."""
+    """Return the layer whose gradient a node is, if any."""
     (place, *_) = places(noted(node.meta) or "")
     return place.layer if place.phase is Phase.BACKWARD else ""
 
 
 def _layers(state: TrainingState) -> list[str]:
-    """The layer of each tensor of a state, "" for one without a layer."""
+    """Return the layer of each tensor of a state, "" for one without a layer."""
     parameters = [_module(name) for name in state.parameters]
     slots = [_module(path.rpartition(".")[0]) for path in state.slots]
     own = [_module(name.removeprefix(f"{SUM}.")) if name.startswith(f"{SUM}.") else "" for name in state.own]

@@ -60,15 +60,15 @@ class TrainingState:
     own: Named
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in order."""
+        """Return all of them, in order."""
         return [tensor for part in self.parts().values() for tensor in part.values()]
 
     def parts(self) -> dict[str, Named]:
-        """The fields, by name."""
+        """Return the fields, by name."""
         return {name: getattr(self, name) for name in ("parameters", "buffers", "slots", "rates", "own")}
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "TrainingState":
-        """The same names for other tensors, in order."""
+        """Return the same names for other tensors, in order."""
         values = iter(tensors)
         parts = self.parts().items()
         return TrainingState(**{part: {name: next(values) for name in named} for part, named in parts})
@@ -110,12 +110,12 @@ def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 
 
 def rate_names(groups: int) -> list[str]:
-    """The names of the learning rates of that many ``groups``."""
+    """Return the names of the learning rates of that many ``groups``."""
     return [RATE] if groups == 1 else [f"{RATE}_{i}" for i in range(groups)]
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """The names of the trained parameters in each group of an optimizer.
+    """Return the names of the trained parameters in each group of an optimizer.
 
     Raises UnsupportedModelError if it updates one that is not the model's, if none of the model's is trained, and for
     what a step cannot have.
@@ -157,17 +157,17 @@ def _refuse_unsuitable(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def trained(model: nn.Module) -> Named:
-    """The parameters that require a gradient, by the first of their names."""
+    """Return the parameters that require a gradient, by the first of their names."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def frozen(model: nn.Module) -> Named:
-    """The parameters that require no gradient, by the first of their names."""
+    """Return the parameters that require no gradient, by the first of their names."""
     return {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's state for each parameter that is trained; zeros before the first step with it."""
+    """Return the optimizer's state for each parameter that is trained; zeros before the first step with it."""
     found = {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
     if found.keys() >= {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
         return found
@@ -190,5 +190,5 @@ def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
 
 
 def named_tensors(model: nn.Module) -> Named:
-    """The parameters and buffers of a model."""
+    """Return the parameters and buffers of a model."""
     return {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}

@@ -63,7 +63,7 @@ class Step:
 def trace(
     recipe: StepDefinition, state: TrainingState, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, exported: bool
 ) -> Step:
-    """The step as a graph for the device that the state is on.
+    """Return the step as a graph for the device that the state is on.
 
     ``exported``: its gradients, fused attention and recurrent layers are written in operators that exporters know;
     else they are the framework's own.
@@ -165,7 +165,7 @@ def take_step(
     targets: Sequence[Tensor],
     generator: StepGenerator | None = None,
 ) -> tuple[Tensor, bool]:
-    """The loss, and whether random numbers were drawn; the new state is written into ``left``.
+    """Return the loss, and whether random numbers were drawn; the new state is written into ``left``.
 
     ``left`` starts with the values of the state ``found``. If both are the same object, the optimizer takes its step
     with those of its own kernels that a CUDA graph can hold; else as a graph of tensors. Random numbers are drawn from
@@ -253,7 +253,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def _laid_out(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """A gradient in its parameter's memory layout, as `backward` leaves it: fused optimizers take no other.
+    """Return a gradient in its parameter's memory layout, as `backward` leaves it: fused optimizers take no other.
 
     The rule is that of torch/csrc/autograd/functions/accumulate_grad.h: the strides of axes of one element are free.
     """
@@ -266,7 +266,7 @@ def _laid_out(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def _apart(gradients: _Gradients) -> _Gradients:
-    """Each in its own memory, as ``grad`` is: two parameters that are added share one gradient tensor."""
+    """Return each in its own memory, as ``grad`` is: two parameters that are added share one gradient tensor."""
     found: dict[str, Tensor | None] = {}
     held: set[int] = set()
     for name, gradient in gradients.items():
@@ -329,7 +329,7 @@ def _only_if(takes: Tensor | None, written: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _stand_in(recipe: StepDefinition, parameters: Named, left: TrainingState, *, itself: bool) -> Optimizer:
-    """The optimizer over other tensors."""
+    """Return the optimizer over other tensors."""
     # PyTorch 2.13's fused SGD for the CPU leaves whole vectors of halves as they are.
     is_fused = all(value.is_cuda or value.itemsize > _HALF_NBYTES for value in parameters.values())
     settings = partial(_settings, itself=itself, is_fused=is_fused)

@@ -50,7 +50,7 @@ class _Widening(TorchFunctionMode):
 
 
 def wide(value: Any) -> Any:
-    """A tensor of floats in float64, float64 for the dtype of floats; anything else as it is."""
+    """Return a tensor of floats in float64, float64 for the dtype of floats; anything else as it is."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

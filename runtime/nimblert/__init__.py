@@ -17,10 +17,9 @@ from nimblert.errors import (
     PlanFormatError,
     PlanInvalidError,
 )
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable, ExecutablePool, load, load_pool
 from nimblert.plan import Plan
 from nimblert.plan.records import Limits
-from nimblert.pool import ExecutablePool, load_pool
 from nimblert.telemetry import CommandTime, ObservedCall, observe
 
 __version__ = "0.1.0"

@@ -46,7 +46,7 @@ class Arena:
 
     @classmethod
     def for_plans(cls, *plans: "Plan | Source", device: int = 0) -> Self:
-        """An arena as large as the largest of these plans needs. Raises InputError, PlanError."""
+        """Return an arena as large as the largest of these plans needs. Raises InputError, PlanError."""
         from nimblert.check.verify import read_plan
 
         parsed = [plan if isinstance(plan, Plan) else read_plan(plan) for plan in plans]

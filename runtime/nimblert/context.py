@@ -107,7 +107,7 @@ class _Runs(_Interface):
         return self._call(self._signatures[entry], args, kwargs)
 
     def entry(self, name: str | None = None) -> Entry:
-        """The entry called ``name``; by default the only one, or else "main". Raises InputError."""
+        """Return the entry called ``name``; by default the only one, or else "main". Raises InputError."""
         signature = self._signatures[name]
         return Entry(signature, partial(self._call, signature), partial(self.run, entry=signature.name))
 
@@ -135,7 +135,7 @@ class _Runs(_Interface):
         return self._run(signature, arrays, out or {}, reuse_outputs=reuse_outputs, stream=stream)
 
     async def arun(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> dict[str, np.ndarray]:
-        """As `run`, without blocking the event loop; a run is completed even if its task is cancelled."""
+        """Run as `run` does, without blocking the event loop; a cancelled task still completes its run."""
         import asyncio  # the caller's event loop has imported it
 
         return await asyncio.to_thread(self.run, arrays, entry=entry)
@@ -158,32 +158,26 @@ class _Runs(_Interface):
         self, signature: Signature, arrays: Arrays, out: Arrays, *, reuse_outputs: bool, stream: Any
     ) -> dict[str, np.ndarray]:
         is_usual = not out and not reuse_outputs and stream is None
-        if is_usual:
-            with self._lock, self._in_arena():
-                self._check_idle()
-                known = self._known[signature.name].find(arrays)
-                if known is not None:
-                    self._last, self._parts = known.program, 1
-                    return known.run(*known.args)
         bindings = self._bindings[signature.name]
-        working = self._working
-        changes, handle = bindings.changes, working.stream_handle(stream)
-        take = partial(working.take, stream=handle)
-        checked = signature.check(bindings.complete(arrays, take), take)
-        served = signature.serve(checked)
-        program = served.last.program
-        bindings.check_program(served.exact)
-        taken = checked_out(served.outputs, out, take) if out else {}
         with self._lock, self._in_arena():
             self._check_idle()
-            bindings.check_unchanged(changes)
+            known = self._known[signature.name].find(arrays) if is_usual else None
+            if known is not None:
+                self._last, self._parts = known.program, 1
+                return known.run(*known.args)
+            handle = self._working.stream_handle(stream)
+            take = partial(self._working.take, stream=handle)
+            checked = signature.check(bindings.complete(arrays, take), take)
+            served = signature.serve(checked)
+            bindings.check_program(served.exact)
+            taken = checked_out(served.outputs, out, take) if out else {}
             if taken or served.count > 1:
                 check_parts(served, checked, taken, self._backends)
-            self._last, self._parts = program, served.count
+            self._last, self._parts = served.last.program, served.count
             if served.count > 1:
                 results = run_parts(served, checked, taken, self._backends, stream=handle)
             else:
-                prepared = self._backends[program.name].prepare(checked, served.last.shapes)
+                prepared = self._backends[self._last.name].prepare(checked, served.last.shapes)
                 if is_usual and bindings.program is None:
                     self._known[signature.name].add(arrays, prepared)
                     results = prepared.run(checked)
@@ -198,7 +192,7 @@ class _Runs(_Interface):
             known.clear()
 
     def _choose(self, signature: Signature, arrays: Arrays) -> tuple[Backend, list[Any]]:
-        """The program that takes these arrays and the bound ones in one run, loaded, and its inputs in order."""
+        """Return the program that takes these arrays and the bound ones in one run, loaded, and its inputs in order."""
         bindings = self._bindings[signature.name]
         checked = signature.check(bindings.complete(arrays, self._working.take), self._working.take)
         program = signature.serve_at_once(checked)
@@ -207,7 +201,7 @@ class _Runs(_Interface):
         return self._backends[program.name], checked
 
     def _in_arena(self) -> AbstractContextManager[object]:
-        """Holds the shared arena, if there is one."""
+        """Hold the shared arena, if there is one."""
         return _UNSHARED if self._arena is None else self._arena.used_by(self)
 
     def _check_idle(self) -> None:
@@ -333,7 +327,7 @@ class Context(_Runs):
             self._repeated().replay()
 
     def launch(self, stream: Any = None) -> None:
-        """As `replay`, but enqueued on a ``stream`` of the caller, or else the context's, without waiting.
+        """Enqueue a `replay` on a ``stream`` of the caller, by default the context's, without waiting.
 
         Launches of a context run one after the other, whatever their streams; `synchronize` waits for them. On the
         CPU the run is complete when this returns, and ``stream`` must be None. Raises InputError.
@@ -343,7 +337,7 @@ class Context(_Runs):
             self._repeated().enqueue_replay(handle)
 
     def _repeated(self) -> Backend:
-        """The backend of the program that ran last.
+        """Return the backend of the program that ran last.
 
         Raises InputError where its call was split, or a bound array has moved or belongs to another program.
         """
@@ -371,11 +365,9 @@ class Context(_Runs):
         which takes its time. Raises InputError.
         """
         bindings = self._bindings[self._signatures[entry].name]
-        changes = bindings.changes
-        binding = bindings.check(name, array, self._working.take)
         with self._lock:
             self._check_idle()
-            bindings.check_unchanged(changes)
+            binding = bindings.check(name, array, self._working.take)
             self._forget()
             bindings.bind(binding, array, self._backends[binding.program.name])
             self._last, self._parts = binding.program, 1

@@ -40,7 +40,7 @@ class Comparison:
     allowed: float
 
     def __str__(self) -> str:
-        """The verdict, with its figures where bits differ."""
+        """Return the verdict, with its figures where bits differ."""
         if self.verdict is Verdict.BIT_EXACT:
             return str(self.verdict)
         if self.verdict is Verdict.DIFFERENT and self.difference <= self.allowed:
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def draw_inputs(program: Program, seed: int) -> dict[str, np.ndarray]:
-    """One array for each input of ``program``, in C order; ``seed`` is 0 to 2**64 - 1.
+    """Return one array for each input of ``program``, in C order; ``seed`` is 0 to 2**64 - 1.
 
     Every input has a random stream of its own, so that adding an input does not change the others. Floats and parts of
     complex numbers are standard normal values rounded to the dtype; integers and bools are uniform in the tensor's
@@ -94,7 +94,7 @@ def samples(array: np.ndarray) -> tuple[float, ...]:
 
 
 def record(seed: int, outputs: Sequence[np.ndarray], tolerance: float) -> Golden:
-    """The golden record of a run on ``draw_inputs(program, seed)``; ``outputs`` are in program order."""
+    """Return the golden record of a run on ``draw_inputs(program, seed)``; ``outputs`` are in program order."""
     kept = tuple(GoldenOutput(sha256=digest(output), samples=samples(output)) for output in outputs)
     return Golden(seed=seed, tolerance=tolerance, outputs=kept)
 

@@ -30,9 +30,10 @@ def main(target: str, threads: int | None = None) -> int:
         return now
 
     now = time.perf_counter()
-    from nimblert import executable, golden
+    from nimblert import golden
     from nimblert.check.verify import read_plan
     from nimblert.cuda import driver
+    from nimblert.executable import load
 
     if target == "cuda":
         driver.initialise()
@@ -45,7 +46,7 @@ def main(target: str, threads: int | None = None) -> int:
     for program in plan.programs:
         now = time.perf_counter()
         # each from the initial state
-        with executable.load(plan, program=program.name, threads=threads, poison=True) as loaded:
+        with load(plan, program=program.name, threads=threads, poison=True) as loaded:
             now = lap("load", now)
             record = program.golden
             if record is None:

@@ -69,7 +69,7 @@ class CommandTime:
 
 
 def command_times(program: Program, nanoseconds: Sequence[int]) -> tuple[CommandTime, ...]:
-    """Each launch, copy and fill of a program with its time, in issue order."""
+    """Return each launch, copy and fill of a program with its time, in issue order."""
     return tuple(
         CommandTime(
             command=index,

@@ -13,7 +13,6 @@ from onnx import TensorProto, helper
 import nimblert
 from fuzz import wrapped
 from nimblert.check import division, onnx_trust, verify
-from nimblert.cpu.backend import CpuLoaded
 from nimblert.errors import InputError
 from nimblert.plan import Plan
 
@@ -53,35 +52,6 @@ def test_run_names_a_division_that_overflows(tmp_path: Path, threads: int) -> No
             [3, 7],
             [least // 2 + 1, least + 1],
         ]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dividend", "divisor", "sessions"),
-    [
-        (TensorProto.INT64, "x", "two", 1),
-        (TensorProto.INT64, "two", "x", 1),
-        (TensorProto.INT64, "x", "minus", 3),
-        (TensorProto.INT64, "least", "x", 3),
-        (TensorProto.INT64, "x", "x", 3),
-        (TensorProto.INT16, "x", "x", 1),
-        (TensorProto.FLOAT, "x", "x", 1),
-    ],
-)
-def test_session_is_shared_if_divisions_safe(
-    tmp_path: Path, dtype: int, dividend: str, divisor: str, sessions: int
-) -> None:
-    """The operands of other divisions must be looked at before they run."""
-    nodes = [node("Add", ["x", "x"], ["a"]), node("Div", [dividend, divisor], ["b"]), node("Add", ["a", "b"], ["y"])]
-    path = write_model(
-        tmp_path / "m.onnx",
-        nodes,
-        [("x", dtype, (4,))],
-        [("y", dtype, (4,))],
-        constants={"two": np.array(2), "minus": np.array([-1]), "least": np.array(LEAST["int64"])},
-    )
-    plan = plan_file(path)
-    with CpuLoaded(plan).sessions as cache:
-        assert len(cache.stretches(plan.programs[0])) == sessions
 
 
 def branches(dtype: str, yes: str, no: str, constants: str = "") -> str:

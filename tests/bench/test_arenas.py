@@ -35,7 +35,7 @@ def paths(put: object, tmp_path: Path) -> dict[str, Path]:
 
 
 @on_host
-def test_on_one_arena_plans_take_their_weights_and_the_largest(host: HostDriver, paths: dict[str, Path]) -> None:
+def test_arenas_share_the_largest(host: HostDriver, paths: dict[str, Path]) -> None:
     found = arenas.measure(paths)
     assert found["wrong"] == []
     assert {name: plan["arena"] for name, plan in found["plans"].items()} == {
@@ -58,7 +58,7 @@ def test_on_one_arena_plans_take_their_weights_and_the_largest(host: HostDriver,
 
 
 @on_host
-def test_an_output_that_another_plan_spoils_is_told(
+def test_arenas_reports_a_spoilt_output(
     host: HostDriver, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     del host
@@ -77,7 +77,7 @@ def test_an_output_that_another_plan_spoils_is_told(
 
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
-def test_models_are_compiled(
+def test_arenas_compiles_models_for_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NIMBLEC_COMMIT", "abc")
@@ -89,36 +89,3 @@ def test_models_are_compiled(
     printed = capsys.readouterr().out
     assert arenas.main(["--markdown", "--output", str(file)]) == 0
     assert capsys.readouterr().out == printed
-
-
-def plan(weights: int, arena: int) -> dict[str, int]:
-    return {"weights": weights << 20, "arena": arena << 20, "arrays": 1 << 20, "code": 3 << 19}
-
-
-def way(arena: int, total: int, left: int, **loaded: int) -> dict[str, Any]:
-    rows = {name: {"loaded": mib << 20, "after_runs": (mib + 4) << 20} for name, mib in loaded.items()}
-    return {"arena": arena << 20, "plans": rows, "all": total << 20, "left": left << 20}
-
-
-RESULTS: dict[str, Any] = {
-    "environment": {"gpu": "none", "cpu": "x", "commit": "abc"},
-    "context": 500 << 20,
-    "plans": {"a": plan(100, 20), "b": plan(50, 30)},
-    "own": way(0, 210, 0, a=121, b=81),
-    "shared": way(30, 189, 2, a=101, b=51),
-    "wrong": [],
-}
-
-
-def test_the_table_lays_what_is_taken_beside_what_plans_say() -> None:
-    _, _, first, second, _, told, below = arenas.markdown(RESULTS).splitlines()
-    cells = [cell.strip() for cell in first.strip("|").split("|")]
-    assert cells == ["a", "100.0", "20.0", "1.0", "1.5", "121.0", "101.0", "125.0 / 105.0"]
-    assert second.startswith("| b | 50.0 | 30.0 ")
-    assert told == (
-        "In MiB. On one arena all plans take 189.0, 1.050 times their weights and the largest arena (150.0 + 30.0); "
-        "besides, inputs and outputs are 2.0, code 3.0. With arenas of their own, together 50.0, they take 210.0. "
-        "CUDA's context takes 500.0 once; closed, plans leave 2.0. All outputs are those of each plan alone."
-    )
-    assert below == "Commit abc; x."
-    assert "Wrong: b." in arenas.markdown({**RESULTS, "wrong": ["b"], "context": None})

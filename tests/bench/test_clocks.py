@@ -1,4 +1,4 @@
-"""Quiet and noisy samples: how they are told apart, and that noisy ones are repeated."""
+"""Quiet and noisy samples: noisy ones are repeated."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,18 +15,18 @@ def sampled(tries: Iterator[dict[str, Sequence[float]]]) -> dict[str, object]:
     return quietest({"kernels": lambda: next(tries)})
 
 
-def test_a_quiet_try_is_the_only_one() -> None:
+def test_quietest_takes_a_quiet_try() -> None:
     figures = sampled(iter([{"kernels_us": QUIET}]))
     assert figures == {"kernels_us": {"p5": 100.0, "median": 101.0, "p95": 102.0}, "noisy": []}
 
 
-def test_a_spread_is_measured_again_until_it_is_quiet() -> None:
+def test_quietest_repeats_a_noisy_try() -> None:
     figures = sampled(iter([{"kernels_us": SPREAD}, {"kernels_us": QUIET}]))
     assert figures["kernels_us"] == clocks.spread(QUIET)
     assert figures["noisy"] == []
 
 
-def test_after_three_tries_the_quietest_stands_and_is_marked() -> None:
+def test_quietest_marks_the_best_of_three_noisy_tries() -> None:
     wider = [100.0] * 60 + [200.0] * 60
     tries = [{"call_us": wider}, {"call_us": SPREAD}, {"call_us": wider}]
     figures = sampled(iter(tries))
@@ -35,13 +35,13 @@ def test_after_three_tries_the_quietest_stands_and_is_marked() -> None:
 
 
 @pytest.mark.parametrize(("launch_us", "noisy"), [(10.0, []), (35.0, ["kernels"])])
-def test_a_replay_whose_wall_is_far_above_its_gpu_time_is_noisy(launch_us: float, noisy: list[str]) -> None:
+def test_unrest_counts_launch_time_of_a_replay(launch_us: float, noisy: list[str]) -> None:
     wall = [time + launch_us for time in QUIET]
     tries = [{"kernels_us": QUIET, "replay_us": wall}] * 3
     assert sampled(iter(tries))["noisy"] == noisy
 
 
-def test_only_the_group_that_was_disturbed_is_measured_again() -> None:
+def test_quietest_repeats_only_the_noisy_group() -> None:
     calls = iter([SPREAD, QUIET])
     figures = quietest({"kernels": iter([{"kernels_us": QUIET}]).__next__, "call": lambda: {"call_us": next(calls)}})
     assert figures["noisy"] == []

@@ -30,7 +30,7 @@ for arguments in (["compile", "networks:network", folder, "--target", "llvm-cpu"
 """
 
 
-def test_a_folder_holds_all_that_measuring_needs(tmp_path: Path) -> None:
+def test_iree_peer_measures_a_compiled_folder(tmp_path: Path) -> None:
     found = json.loads(python(f"folder = {str(tmp_path)!r}\n{PEER}"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs.npz", "model.vmfb", "notes.json", "outputs.npz"]
     assert found["error"] < 1e-5

@@ -26,7 +26,7 @@ planes {
 """
 
 
-def test_kernels_are_what_runs_on_a_gpus_streams_but_copies() -> None:
+def test_kernel_spans_skip_copies() -> None:
     from jax.profiler import ProfileData
 
     from bench.jax_peer import kernel_spans
@@ -52,7 +52,7 @@ main()
 """
 
 
-def test_a_network_is_measured_and_compared_with_single_precision() -> None:
+def test_jax_peer_measures_a_network_on_the_cpu() -> None:
     found = json.loads(python(NETWORK))
     assert found["error"] == 0.0
     assert found["backend"] == "cpu"

@@ -26,7 +26,7 @@ def arrays(seed: int) -> list[np.ndarray]:
     return [draw.standard_normal(shape).astype(np.float32) for shape in ((2, 3), (3,))]
 
 
-def test_new_inputs_make_new_outputs_in_the_bound_memory(model: Path) -> None:
+def test_bound_session_computes_on_new_inputs(model: Path) -> None:
     like = [np.zeros((2, 3), np.float32)] * 2
     bound = Bound(model, CPU, arrays(0), like)
     for seed in (1, 2):
@@ -41,12 +41,12 @@ def test_new_inputs_make_new_outputs_in_the_bound_memory(model: Path) -> None:
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this onnxruntime has the CUDA provider"
 )
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available provider names")
-def test_another_provider_than_the_one_asked_for_is_not_measured(model: Path) -> None:
+def test_bound_session_refuses_a_fallback(model: Path) -> None:
     with pytest.raises(SystemExit, match="ONNX Runtime takes CPUExecutionProvider: CUDAExecutionProvider cannot"):
         Bound(model, cuda(tf32=True, nhwc=True), arrays(0), [])
 
 
-def test_the_providers_options_are_what_onnx_runtime_reads() -> None:
+def test_cuda_options_are_strings_of_flags() -> None:
     ((_, options),) = cuda(tf32=False, nhwc=True)
     assert options["enable_cuda_graph"] == options["prefer_nhwc"] == "1"
     assert options["use_tf32"] == "0"

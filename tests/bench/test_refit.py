@@ -1,4 +1,4 @@
-"""The benchmark of refits: a small network on the CPU, copies with a driver of host memory, and the table."""
+"""The benchmark of refits: a small network on the CPU, and copies with a driver of host memory."""
 
 import sys
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from families import bert
 from host_driver import HostDriver
 
 import nimblert
-from bench import peer_calls, refit, refit_peer
+from bench import peer_calls, refit_peer
 from bench.models import redrawn
 from nimblec.plan import encoder
 
@@ -31,11 +31,11 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="needs onnxscript")
 @pytest.mark.usefixtures("few_calls")
-def test_a_refit_is_compared_with_a_fresh_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_detects_a_spoilt_refit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, args = bert.small()
     monkeypatch.setattr(bert, "small", lambda: (bert.Bert(vocabulary=100, width=64, heads=4, layers=1).eval(), args))
     specs = ("drawn_weights:bert_0", "drawn_weights:bert_1")
-    (path, fresh), figures = refit_peer.prepared(specs, tmp_path, target="cpu")
+    (path, fresh), figures = refit_peer.prepared(specs, tmp_path, None)
     assert min(figures["prepare_s"], figures["fresh_s"]) > 0
     given = refit_peer.weights(specs[1])
     with nimblert.load(path) as loaded:
@@ -57,7 +57,7 @@ ARRAYS = {
 
 @on_host
 @pytest.mark.usefixtures("few_calls")
-def test_arrays_are_copied_from_either_memory(put: object, host: HostDriver, tmp_path: Path) -> None:
+def test_device_groups_copy_from_either_memory(put: object, host: HostDriver, tmp_path: Path) -> None:
     del put
     path = tmp_path / "copy.plan"
     encoder.write(copying((4,), (0,)), path)
@@ -81,7 +81,7 @@ def test_arrays_are_copied_from_either_memory(put: object, host: HostDriver, tmp
     assert not host.allocated
 
 
-def test_weights_are_drawn_anew_and_norms_are_no_longer_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redrawn_changes_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("networks")
     module.network = lambda: (torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).eval(), ())  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "networks", module)
@@ -92,53 +92,3 @@ def test_weights_are_drawn_anew_and_norms_are_no_longer_new(monkeypatch: pytest.
         assert torch.equal(tensor, second[name])
         assert torch.equal(tensor, plain[name]) == (name == "1.num_batches_tracked")
     assert (first["1.running_var"] > 0).all()
-
-
-def spread(median: float) -> dict[str, float]:
-    return {"p5": median - 1, "median": median, "p95": median + 1}
-
-
-FIGURES = {
-    **{f"{name}_us": spread(us) for name, us in {"refit": 24_000, "copies": 20_000, "copy": 16_000}.items()},
-    "refit_locked_us": spread(9000),
-    "copies_locked_us": spread(6000),
-    "copy_locked_us": spread(4500),
-    "kernels_us": spread(300),
-    "kernels_after_us": spread(301),
-    "noisy": ["copy"],
-    "weights": 199,
-    "weights_nbytes": 200 << 20,
-    "kept": [],
-    "equal": True,
-    "same_kernels": True,
-    "difference": 0.0,
-    "commit": "abc",
-}
-
-
-def test_the_table_tells_times_over_copies_and_what_results_are() -> None:
-    other = {**FIGURES, "equal": False, "same_kernels": False, "difference": 0.0021, "kept": ["a"], "noisy": []}
-    models = {"bench.models.bert_base:fp16": {"-O2": FIGURES, "-O1": other}, "a:b": {"-O2": {"failed": "no memory"}}}
-    results = {"environment": {"gpu": "none", "cpu": "x", "commit": "abc"}, "models": models}
-    _, _, *lines, _, below = refit.markdown(results).splitlines()
-    first, second, failed = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    assert second == [
-        "bert_base:fp16 -O2",
-        "199, 200.0",
-        "~24.00 / 20.00 / 16.00 (1.20; 1.50)",
-        "9.00 / 6.00 / 4.50 (1.50; 2.00)",
-        "300.0 / 301.0",
-        "equal",
-    ]
-    assert first[-1] == "differ by 2.1e-03, other kernels, 1 weights kept"
-    assert failed == ["a:b -O2", "-", "-", "-", "-", "failed: no memory"]
-    assert below == "Commit abc; x."
-
-
-def test_each_model_has_one_with_other_weights() -> None:
-    jobs = [job for jobs in refit.table(refit.parser().parse_args([])).jobs for job in jobs]
-    assert [job.command[4:6] for job in jobs] == [tuple(asked.split("=")) for asked in refit.MODELS]
-    assert all(hasattr(redrawn, job.command[5].partition(":")[2]) for job in jobs)
-    assert [job.model for job in jobs] == ["bench.models.bert_base:fp16", "bench.models.resnet50:fp16"]
-    ((tried,),) = refit.table(refit.parser().parse_args(["--cpu", "--level", "1", "a:b=c:d"])).jobs
-    assert tried.command[2:] == ("bench.refit_peer", "1", "a:b", "c:d", "--cpu", "--turns")

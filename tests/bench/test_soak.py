@@ -1,7 +1,6 @@
 """The benchmarks that run a plan for a long time, run briefly."""
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,6 @@ from subprocesses import python
 from bench import contexts, memory, soak
 from nimblec.plan import encoder
 from nimblert.context import Context
-from nimblert.errors import PlanError
 from nimblert.executable import Executable
 
 
@@ -40,13 +38,13 @@ def measured(benchmark: ModuleType, path: Path, file: Path, *arguments: str) -> 
 
 
 @pytest.mark.parametrize(("mode", "arguments"), [("call", []), ("replay", ["--replay"])])
-def test_nothing_changes_while_a_plan_runs_on(path: Path, tmp_path: Path, mode: str, arguments: list[str]) -> None:
+def test_soak_finds_no_change(path: Path, tmp_path: Path, mode: str, arguments: list[str]) -> None:
     facts = measured(soak, path, tmp_path / "soak.json", "--count", "2000", *arguments)
     assert (facts["mode"], facts["count"], facts["wrong"], facts["target"]) == (mode, 2000, 0, "cpu")
     assert facts["grown"].keys() == {"anonymous", "threads", "files"}
 
 
-def test_a_changed_byte_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_detects_a_changed_byte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Iterator[int] = iter(range(10_000))
     run = Executable.run
 
@@ -64,7 +62,7 @@ def test_a_changed_byte_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("what", ["anonymous", "threads", "files"])
-def test_growth_is_seen(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soak_detects_growth(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(1, 1000))
 
     def growing(*_: object) -> memory.Held:
@@ -74,7 +72,7 @@ def test_growth_is_seen(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) 
     assert soak.main([str(path), "--count", "200"]) == 1
 
 
-def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> None:
+def test_contexts_compares_threads_with_processes(path: Path, tmp_path: Path) -> None:
     arguments = ["--threads", "6", "--contexts", "2", "--seconds", "1.2", "--processes", "1,2"]
     facts = measured(contexts, path, tmp_path / "contexts.json", *arguments)
     one = facts["contexts"]
@@ -99,37 +97,12 @@ def test_threads_on_contexts_beside_processes(path: Path, tmp_path: Path) -> Non
         ({"anonymous": 0, "threads": 0, "files": 1}, False),
     ],
 )
-def test_memory_grows_by_latencies_alone(grown: dict[str, int], flat: bool) -> None:
+def test_is_flat_allows_recorded_latencies(grown: dict[str, int], flat: bool) -> None:
     assert contexts.is_flat({"runs": 100, "memory": {"grown": grown}}) is flat
 
 
-def test_memory_is_that_of_the_device_that_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: set[int] = set()
-
-    def held(_: object, device: int) -> memory.Held:
-        looked_at.add(device)
-        return {"anonymous": 0}
-
-    monkeypatch.setattr(contexts, "held", held)
-    monkeypatch.setattr(contexts, "LOOK_S", 0.001)
-    with contexts.Watch(path, device=3) as watch:
-        while not watch.looks:
-            time.sleep(0.001)
-    assert looked_at == {3}
-
-
-def test_memory_that_grows_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "is_flat", lambda _: False)
-    assert contexts.main([str(path), "--threads", "1", "--contexts", "1", "--seconds", "0.1", "--processes", "0"]) == 1
-
-
-def test_a_process_that_cannot_load_the_plan_keeps_nobody_waiting(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no such file"):
-        contexts.processes(tmp_path / "none.plan", [0, 0], 0.1)
-
-
 @pytest.mark.slow
-def test_devices_in_one_process_and_in_one_each(path: Path, tmp_path: Path) -> None:
+def test_contexts_compares_devices(path: Path, tmp_path: Path) -> None:
     arguments = ["--threads", "3", "--contexts", "2", "--seconds", "0.6", "--processes", "0", "--devices", "0,0"]
     for way in measured(contexts, path, tmp_path / "contexts.json", *arguments)["devices"].values():
         one, both = way["runs"]
@@ -138,7 +111,7 @@ def test_devices_in_one_process_and_in_one_each(path: Path, tmp_path: Path) -> N
         assert way["of_one_device"] == pytest.approx(both["throughput"] / one["throughput"], abs=1e-3)
 
 
-def test_a_wrong_output_of_any_thread_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_detects_a_wrong_output(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call: Callable[..., Any] = contexts.Checked.call
 
     def spoiling(check: contexts.Checked, context: Context) -> None:

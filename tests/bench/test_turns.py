@@ -34,20 +34,20 @@ def run(*jobs: Job, side_by_side: int = 4, stop_after_s: float = 100.0) -> dict[
     return results
 
 
-def test_what_asks_for_no_turn_stops_nobody() -> None:
+def test_job_without_a_turn_stops_no_other() -> None:
     results = run(job("single", "print('{\"printed\": 1}')"), job("beside", "import time; time.sleep(0.5)"))
     assert results["single"] == {"stopped_s": 0.0, "printed": 1}
     assert results["beside"] == {"stopped_s": 0.0}
 
 
-def test_no_two_measure_at_the_same_time() -> None:
+def test_jobs_measure_one_at_a_time() -> None:
     results = run(*(job(str(i), measuring(0.1)) for i in range(6)))
     spans = sorted((r["begin"], r["end"]) for r in results.values())
     assert len(spans) == 6
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-def test_places_get_ready_side_by_side_each_in_its_surroundings_and_measure_alone(tmp_path: Path) -> None:
+def test_places_prepare_side_by_side_and_measure_alone(tmp_path: Path) -> None:
     meet = (
         "import os, pathlib, time\nfolder = pathlib.Path(os.environ['FOLDER'])\n(folder / os.environ['OWN']).touch()\n"
     )
@@ -66,7 +66,7 @@ def test_places_get_ready_side_by_side_each_in_its_surroundings_and_measure_alon
     assert first[1] <= second[0]
 
 
-def test_what_gets_ready_stands_still_while_another_measures(tmp_path: Path) -> None:
+def test_preparing_job_is_stopped_while_another_measures(tmp_path: Path) -> None:
     working, measured = tmp_path / "working", tmp_path / "measured"
     busy = f"""
 import json, pathlib, time
@@ -85,7 +85,7 @@ print(json.dumps({{"times": times}}))
     assert results["busy"]["stopped_s"] >= 0.3
 
 
-def test_a_failure_is_recorded_with_its_reason_and_the_rest_goes_on() -> None:
+def test_failed_job_has_its_reason_and_the_others_go_on() -> None:
     results = run(
         job("advises", r"raise OSError('out of memory\nSearch for it.\n\nCompile with this')"),
         job("says", "import sys; sys.exit('no such file\\nor another')"),
@@ -108,7 +108,7 @@ def test_a_failure_is_recorded_with_its_reason_and_the_rest_goes_on() -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in its session", "in a session of its own"])
-def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path: Path, *, elsewhere: bool) -> None:
+def test_slow_job_is_killed_with_its_children(tmp_path: Path, *, elsewhere: bool) -> None:
     pids = tmp_path / "pids"
     sleep = "[sys.executable, '-c', 'import time; time.sleep(60)']"
     code = (
@@ -126,13 +126,13 @@ def test_a_process_that_takes_too_long_is_killed_with_all_that_it_started(tmp_pa
     assert all(ended(pid) for pid in map(int, pids.read_text().split()))
 
 
-def test_one_that_hangs_in_its_turn_gives_it_back() -> None:
+def test_job_that_hangs_in_its_turn_gives_it_back() -> None:
     results = run(job("hangs", measuring(60), limit_s=1.5), job("well", measuring(0)))
     assert "failed" in results["hangs"]
     assert "failed" not in results["well"]
 
 
-def test_time_spent_waiting_or_standing_still_does_not_count(tmp_path: Path) -> None:
+def test_limit_excludes_time_spent_waiting_or_stopped(tmp_path: Path) -> None:
     """The last of six waits for longer than the limit, and what gets ready meanwhile stands still for longer."""
     for limit_s in (2.5, 10.0):  # on a machine at work, Python may take longer to start than the first
         own = tmp_path / str(limit_s)
@@ -149,13 +149,13 @@ def test_time_spent_waiting_or_standing_still_does_not_count(tmp_path: Path) -> 
     assert not failed
 
 
-def test_nothing_starts_when_the_time_is_over() -> None:
+def test_no_job_starts_when_the_time_is_over() -> None:
     jobs = [job(str(i), measuring(0.6)) for i in range(3)]
     results = run(*jobs, side_by_side=1, stop_after_s=0.4)
     assert results == {"0": {"stopped_s": 0.0, "failed": "had not ended when the time was over"}}
 
 
-def test_what_waits_for_its_turn_is_ended_when_the_time_is_over() -> None:
+def test_waiting_job_is_ended_when_the_time_is_over() -> None:
     begin = time.monotonic()
     results = run(*(job(str(i), measuring(1.0)) for i in range(4)), stop_after_s=1.8)
     assert time.monotonic() - begin < 60
@@ -164,7 +164,7 @@ def test_what_waits_for_its_turn_is_ended_when_the_time_is_over() -> None:
 
 
 @pytest.mark.parametrize("turns", [True, False])
-def test_what_a_process_prints_besides_does_not_mix_with_its_figures(*, turns: bool) -> None:
+def test_turn_keeps_other_output_apart_from_figures(*, turns: bool) -> None:
     code = f"""
 import os
 from bench.turns import Turn
@@ -218,7 +218,7 @@ while not (folder / "times").exists(): time.sleep(0.01)
 
 
 @pytest.mark.parametrize("where", STARTS)
-def test_what_a_process_has_started_stands_still_wherever_it_went(tmp_path: Path, where: str) -> None:
+def test_children_are_stopped_wherever_they_run(tmp_path: Path, where: str) -> None:
     busy = ELSEWHERE.format(folder=str(tmp_path)) + "import time\n" + STARTS[where]
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'working')!r}).exists(): time.sleep(0.01)\n"
     measure = wait + measuring(0.3) + f"pathlib.Path({str(tmp_path / 'measured')!r}).touch()\n"

@@ -61,17 +61,20 @@ def test_the_figures_as_json(
     assert facts["commands"] == []
 
 
-def test_the_profile_lists_the_commands_with_their_ops(nimblec: CommandLine, path: Path) -> None:
+@pytest.mark.parametrize(
+    ("joins", "ops"), [(False, {("Tanh", "bend"), ("Add", "sum")}), (True, {("Tanh to Add (2 ops)", "bend + sum")})]
+)
+def test_the_profile_lists_the_commands_with_their_ops(
+    nimblec: CommandLine, tmp_path: Path, joins: bool, ops: set[tuple[str, str]]
+) -> None:
+    path = bent_sum(tmp_path, joins=joins)
     commands = json.loads(nimblec("bench", path, *QUICK, "--profile", "--json").out)["commands"]
-    assert {(c["kind"], c["op"], c["source"]) for c in commands} == {
-        ("launch", "Tanh", "bend"),
-        ("launch", "Add", "sum"),
-    }
+    assert {(c["kind"], c["op"], c["source"]) for c in commands} == {("launch", *op) for op in ops}
     times = [c["nanoseconds"] for c in commands]
     assert times == sorted(times, reverse=True)
     out = nimblec("bench", path, *QUICK, "--profile").out
-    assert "Commands, each run alone: 2, " in out
-    assert sum(" launch " in line for line in out.splitlines()) == 2
+    assert f"Commands, each run alone: {len(ops)}, " in out
+    assert sum(" launch " in line for line in out.splitlines()) == len(ops)
 
 
 def test_bench_runs_given_inputs(

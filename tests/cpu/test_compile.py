@@ -33,7 +33,7 @@ from nimblec.pytorch.state import WithState
 from nimblert import executable, golden
 from nimblert.check.verify import read_plan
 from nimblert.cpu.onnx_session import session_options
-from nimblert.cpu.onnx_threads import Pool
+from nimblert.cpu.streams import Pool
 from nimblert.plan import Plan
 
 node = helper.make_node

@@ -5,9 +5,9 @@ import onnx.parser
 import onnxruntime
 import pytest
 from onnx import ModelProto, numpy_helper
+from onnx_cases import cases
+from onnx_conformance import run_case
 
-from bench.onnx_cases import cases
-from bench.onnx_coverage import run_case
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import corrections
 
@@ -81,6 +81,31 @@ def test_unpooling_to_the_shape_of_the_kernel_is_left_as_it_is() -> None:
     )
     corrections.correct(model)
     assert [node.op_type for node in model.graph.node] == ["MaxPool", "MaxUnpool"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "attributes"),
+    [
+        ("4, 6", "kernel_shape = [2, 2], strides = [2, 2], pads = [0, 0, 1, 1]"),
+        ("5, 6", "kernel_shape = [3, 3], strides = [3, 3], pads = [0, 0, 1, 1]"),
+        ("6, 6", "kernel_shape = [1, 1], strides = [2, 2]"),
+        ("7, 7", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]"),
+    ],
+    ids=["both", "one_axis", "stride", "none"],
+)
+def test_pools_infer_the_windows_that_they_compute(sizes: str, attributes: str) -> None:
+    """Inference counts a window that begins in the padding; the shape of the second pool follows from the first."""
+    model = parsed(
+        f"(float[1, 1, {sizes}] x) => (float[n, c, h, w] y) {{ p = AveragePool<ceil_mode = 1, {attributes}>(x)"
+        f"  y = MaxPool<ceil_mode = 1, {attributes}>(p) }}"
+    )
+    h, w = map(int, sizes.split(","))
+    feed = {"x": np.random.default_rng(0).standard_normal((1, 1, h, w), np.float32)}
+    (right,) = onnxruntime_session(model).run(None, feed)
+    corrections.correct(model)
+    session = onnxruntime_session(model)
+    np.testing.assert_array_equal(session.run(None, feed)[0], right)
+    assert tuple(session.get_outputs()[0].shape) == right.shape
 
 
 @pytest.mark.skipif(onnx.defs.onnx_opset_version() < 23, reason="this onnx has no Attention")

@@ -10,38 +10,47 @@ from typing import Any
 
 import onnx
 import pytest
+from cpu_plans import floats, write_model
 
 import nimblec
 from nimblec.cpu import timing
 from nimblec.cpu.timing import CpuTimer
 from nimblec.plan.lean import run_seconds
-from nimblert.cpu import onnx_session
+from nimblert.plan import Module, Plan
 
 DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
 
 
-def nodes(code: bytes) -> int:
+def nodes(module: Module) -> int:
     """The number of nodes in a model."""
-    return len(onnx.load_model_from_string(code).graph.node)
+    return len(onnx.load_model_from_string(bytes(module.code)).graph.node)
 
 
-def test_launches_are_timed_without_the_session_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each session keeps packed copies of its weights: with one of all launches beside, there were two of each."""
-    plan = nimblec.compile(DIGITS, target="cpu")
-    opened: list[bytes] = []
-    open_session = onnx_session.open_session
+def test_timer_times_nodes_apart_and_schedules_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stretch takes the time of its nodes, which are timed without the session of all: it packs the weights too."""
+    timed: dict[str, list[Plan]] = {"command_durations": [], "duration": []}
+    for name, plans in timed.items():
+        measure = getattr(CpuTimer, name)
 
-    def opening(code: bytes, *args: Any) -> object:
-        opened.append(code)
-        return open_session(code, *args)
+        def noting(self: CpuTimer, plan: Plan, *, measure: Any = measure, plans: list[Plan] = plans) -> object:
+            plans.append(plan)
+            return measure(self, plan)
 
-    monkeypatch.setattr(onnx_session, "open_session", opening)
-    timer = CpuTimer()
-    assert len(timer.command_durations(plan).ns) == len(plan.programs[0].commands)
-    assert {nodes(code) for code in opened} == {1}
-    opened.clear()
-    assert timer.duration(plan).ns > 0
-    assert {nodes(code) for code in opened} == {len(plan.programs[0].commands)}
+        monkeypatch.setattr(CpuTimer, name, noting)
+    node = onnx.helper.make_node
+    towers = [
+        node("Tanh", ["x"], ["a"]),
+        node("Exp", ["a"], ["b"]),
+        node("Sin", ["x"], ["c"]),
+        node("Cos", ["c"], ["d"]),
+    ]
+    path = tmp_path / "towers.onnx"
+    write_model(path, [*towers, node("Add", ["b", "d"], ["y"])], [floats("x", 64)], [floats("y", 64)])
+    nimblec.compile(path, target="cpu", plan_cache=None)
+    (apart,), joined = timed.values()
+    assert set(map(nodes, apart.modules)) == {1}
+    assert joined
+    assert all(max(map(nodes, plan.modules)) > 1 for plan in joined)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +60,14 @@ def test_timer_measures_again_while_threads_wait_for_processors(
     waited_s: tuple[int, ...], tries: int, is_noisy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under load a plan seemed twice as slow as it was."""
+    plan = nimblec.compile(DIGITS, target="cpu")
     read = chain(waited_s, count(10, 9))
     samples: list[int] = []
     count_of = timing._count
     monkeypatch.setattr(timing, "_PAUSE_S", 0)
     monkeypatch.setattr(timing, "_waited_ns", lambda: next(read) * 10**9)
     monkeypatch.setattr(timing, "_count", lambda seconds: samples.append(0) or count_of(seconds))
-    measured = CpuTimer().duration(nimblec.compile(DIGITS, target="cpu"))
+    measured = CpuTimer().duration(plan)
     assert (len(samples), measured.is_noisy) == (tries, is_noisy)
 
 

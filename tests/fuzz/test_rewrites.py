@@ -124,6 +124,19 @@ def test_difference_within_a_perturbation_is_rounding() -> None:
     assert not sessions.is_rounding(plain, inputs, right, [right[0] * np.float32(1.01)])
 
 
+def test_tie_that_no_input_moves_is_rounding() -> None:
+    """The mean of 1 * s and 2 * s is between 1 * s and 2 * s, whatever s is."""
+    model = parsed(
+        "(uint8[1, 2] x_0) => (float[1, 1] y) { a = DequantizeLinear(x_0, k) b = ReduceMean<axes = [1]>(a)"
+        " q = QuantizeLinear(b, k) y = DequantizeLinear(q, k) }",
+        k=0.05,
+    )
+    inputs = {"x_0": np.array([[1, 2]], np.uint8)}
+    (right,) = sessions.run(sessions.open_session(model, optimised=False), inputs) or ()
+    other = np.float32(0.15) - right
+    assert sessions.is_rounding(model, inputs, [right], [other])
+
+
 def test_shrink_keeps_the_node_at_fault() -> None:
     model = parsed("(float[2] x_0) => (float[2] y, float[2] z) { a = Neg(x_0) b = Erf(a) y = Abs(b) z = Relu(a) }")
     small = shrinking.shrink(model, lambda file: b"Erf" in file)

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import model_zoo
 import pytest
 import torch
 from torch import fx, nn
 
-from bench import model_zoo
 from nimblec.base.errors import CompileError, TraceError
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.selector import Family

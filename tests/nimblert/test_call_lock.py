@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executable]:
-    monkeypatch.setattr("nimblert.cpu.onnx_threads.cores", lambda: 2)
+    monkeypatch.setattr("nimblert.cpu.streams.cores", lambda: 2)
     with nimblert.load(path) as executable:
         executable(X)
         yield executable

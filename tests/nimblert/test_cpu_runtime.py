@@ -55,7 +55,7 @@ def with_program(plan: Plan, **changes: object) -> Plan:
 
 
 def test_weights_of_equal_kernels_are_one_and_stay_in_the_file(path: Path, tmp_path: Path) -> None:
-    encoder.write(plan_file(path), tmp_path / "model.plan")
+    encoder.write(plan_file(path, joins=False), tmp_path / "model.plan")
     plan = read_plan(tmp_path / "model.plan")
     assert len(plan.weights) == 1
     assert [command.kernel for command in plan.programs[0].commands] == [0, 1, 0]
@@ -225,7 +225,7 @@ def test_a_wait_before_its_record_is_refused(path: Path) -> None:
 
 
 def test_a_parameter_of_another_dtype_than_the_models_is_refused(path: Path) -> None:
-    plan = plan_file(path)
+    plan = plan_file(path, joins=False)
     kernel = plan.kernels[0]
     parameters = tuple(replace(p, dtype="uint8") if p.name == "o0" else p for p in kernel.parameters)
     changed = replace(plan, kernels=(replace(kernel, parameters=parameters), *plan.kernels[1:]))
@@ -234,7 +234,7 @@ def test_a_parameter_of_another_dtype_than_the_models_is_refused(path: Path) -> 
 
 
 def test_a_parameter_of_another_shape_than_the_models_is_refused_at_the_run(path: Path) -> None:
-    plan = plan_file(path)
+    plan = plan_file(path, joins=False)
     kernel = plan.kernels[0]
     parameters = tuple(replace(p, shape=(4, 32)) if p.name == "o0" else p for p in kernel.parameters)
     changed = replace(plan, kernels=(replace(kernel, parameters=parameters), *plan.kernels[1:]))
@@ -321,11 +321,11 @@ def test_sessions_of_others_still_work_beside_ours(path: Path) -> None:
 
 
 def test_a_profile_measures_each_command(path: Path) -> None:
-    plan = plan_file(path)
+    plan = plan_file(path, joins=False)
     backend = backend_of(plan)
     assert all(ns > 0 for ns in backend.profile())
     slow = [0.02, 0.0, 0.04]
-    backend._singly = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
+    backend._bound = [(c, partial(time.sleep, s)) for c, s in zip(plan.programs[0].commands, slow, strict=True)]
     durations = backend.profile()
     assert all(s <= ns / 1e9 < s + 5 for ns, s in zip(durations, slow, strict=True))
     backend.close()
@@ -346,7 +346,8 @@ def test_commands_are_bound_one_by_one_without_a_look_at_all_others_for_each(tmp
     looks = []
     for count in (10, 30):
         chain = [node("Tanh", [f"v{i}"], [f"v{i + 1}"]) for i in range(count)]
-        plan = plan_file(write_model(tmp_path / "m.onnx", chain, [floats("v0", 2)], [floats(f"v{count}", 2)]))
+        path = write_model(tmp_path / "m.onnx", chain, [floats("v0", 2)], [floats(f"v{count}", 2)])
+        plan = plan_file(path, joins=False)
         plan = with_program(plan, commands=_Counted(plan.programs[0].commands))
         backend = backend_of(plan)
         before = _Counted.looks

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from nimblert.check import in_place
+from nimblert.check import onnx_operators
 from nimblert.check.onnx_model import Node
 
 ROWS = 64
@@ -84,7 +84,7 @@ def test_scattered_elements(dtype: str, axis: int) -> None:
 
 
 def test_every_operator_is_tested_here() -> None:
-    assert {"Add", "Sub", "Mul", "Div", "ScatterND", "ScatterElements"} == in_place.OPERATORS
+    assert {"Add", "Sub", "Mul", "Div", "ScatterND", "ScatterElements"} == onnx_operators.IN_PLACE
 
 
 SHAPE = (1, 4, 1)
@@ -135,4 +135,4 @@ def test_views_have_no_memory_of_their_own(operator: str) -> None:
     memory, result = np.ones(SHAPE, np.float32), np.zeros(shape, np.float32)
     run_in(made, {"x": memory}, {"over": memory, "found": result})
     assert np.all(memory == -1)
-    assert np.all(result == (-1 if in_place.is_view(Node(op_type=name, domain=domain)) else 1))
+    assert np.all(result == (-1 if onnx_operators.is_view(Node(op_type=name, domain=domain)) else 1))

@@ -15,8 +15,8 @@ from onnx import helper
 
 import nimblec
 import nimblert
-from nimblert.cpu import onnx_session, onnx_threads
-from nimblert.cpu.onnx_threads import Pool
+from nimblert.cpu import onnx_session, streams
+from nimblert.cpu.streams import Pool
 from nimblert.errors import InputError
 from nimblert.executable import Executable
 from nimblert.plan import Plan, Target
@@ -135,7 +135,7 @@ def test_a_refit_computes_with_the_threads_of_the_plan(
     with nimblert.load(plan, threads=threads) as model:
         monkeypatch.setattr(onnx_session, "session_options", noted)
         model.refit({name: 2 * array for name, array in weights.items()})
-    assert counts == [onnx_threads.cores() if threads is None else threads] * 2
+    assert counts == [streams.cores() if threads is None else threads] * 2
 
 
 @pytest.mark.parametrize(

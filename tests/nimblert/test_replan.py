@@ -26,7 +26,7 @@ def branching(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's deprecation is not what is tested
         torch.onnx.export(module, args, path, dynamo=False)
-    return plan_file(path, streams=None)
+    return plan_file(path, streams=None, joins=False)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -120,7 +120,7 @@ def test_observed_call_has_the_program_of_its_sizes(notes: Notes) -> None:
 
 
 def test_observed_call_has_its_program_in_a_spare_context(notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nimblert.cpu.onnx_threads.cores", lambda: 2)
+    monkeypatch.setattr("nimblert.cpu.streams.cores", lambda: 2)
     with nimblert.load(sized(1, 4)) as model, ThreadPoolExecutor(1) as threads:
         model.run(rows(4))
         with model._lock:  # as during another thread's call

@@ -2,7 +2,7 @@
 
 tests/data/triton_block.plan was made on an H200 from the root of the repository by
 
-    nimblec compile bench.models.triton_block:build -o tests/data/triton_block.plan --target cuda
+    PYTHONPATH=tests/support nimblec compile triton_block:build -o tests/data/triton_block.plan --target cuda
 """
 
 from collections import Counter

@@ -14,6 +14,7 @@ from programs import bare
 
 from nimblec.base.options import InputSpec
 from nimblec.cpu.capture import capture
+from nimblec.cpu.stretches import Joiner
 from nimblec.plan import encoder
 from nimblec.plan.lower import lower, state, weights
 from nimblec.schedule.dependencies import dependencies
@@ -58,10 +59,12 @@ def floats(name: str, *shape: int | str) -> Value:
     return name, TensorProto.FLOAT, shape
 
 
-def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1) -> Plan:
-    """The plan of an ONNX file, on one stream, or on as many as it can use (None)."""
+def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1, joins: bool = True) -> Plan:
+    """The plan of an ONNX file, on one stream, or on as many as it can use (None); ``joins``: nodes form stretches."""
     graph = capture(path, specs)
     schedule = (serial if streams == 1 else maximal)(dependencies(graph))
+    if joins:
+        graph, schedule = Joiner().join(graph, schedule)
     memory = layout(graph, schedule)
     return bare(
         lower(graph, schedule, memory),
@@ -104,10 +107,10 @@ def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | No
     return plan
 
 
-def bent_sum(folder: Path) -> Path:
+def bent_sum(folder: Path, *, joins: bool = True) -> Path:
     """A file with the plan of tanh(x) + tanh(x) for four numbers x; its ops are called "bend" and "sum"."""
     node = helper.make_node
     nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
     model = write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])
-    encoder.write(plan_file(model), folder / "m.plan")
+    encoder.write(plan_file(model, joins=joins), folder / "m.plan")
     return folder / "m.plan"

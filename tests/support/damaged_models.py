@@ -11,8 +11,8 @@ import numpy as np
 from onnx import ModelProto
 from onnx.backend.test.case import node
 from onnx.backend.test.case.test_case import TestCase
+from onnx_cases import made_quickly, static_form
 
-from bench.onnx_cases import made_quickly, static_form
 from nimblec import cli
 
 SEEDS = {

@@ -49,7 +49,7 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
             node("Max", ["largest", "many"], ["divisor"]),
             node("Div", ["x", "divisor"], ["y"]),
         ],
-        "padded",
+        "exact",
     ),
     "alone": ([node("Softmax", ["x"], ["y"], axis=1)], "split"),
 }
@@ -91,18 +91,6 @@ def largest_under_a_mask(path: Path, operator: str) -> Path:
     ]
     inputs = [floats("scores", 1, "length"), ("mask", TensorProto.INT64, (1, "length"))]
     return write_model(path, nodes, inputs, [floats("y", 1, 1)])
-
-
-def integers_less_the_largest(path: Path, dtype: TensorProto.DataType, least: int) -> Path:
-    """Integers x (batch x 4) as floats, divided by the largest of all and of ``least``: y."""
-    nodes = [
-        node("Cast", ["x"], ["numbers"], to=TensorProto.FLOAT),
-        node("ReduceMax", ["numbers"], ["largest"], keepdims=1),
-        node("Max", ["largest", "least"], ["divisor"]),
-        node("Div", ["numbers", "divisor"], ["y"]),
-    ]
-    constants = {"least": np.array(least, np.float32)}
-    return write_model(path, nodes, [("x", dtype, ("batch", 4))], [floats("y", "batch", 4)], constants=constants)
 
 
 def attention(path: Path, *, is_masked: bool = True) -> Path:

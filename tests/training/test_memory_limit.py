@@ -11,6 +11,8 @@ import nimblec
 import nimblert
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
+from nimblec.cpu.stretches import Joiner
+from nimblec.inspect.parts import parts_of
 from nimblert.plan import Launch, Plan, Program
 
 if TYPE_CHECKING:
@@ -31,11 +33,16 @@ def train_program(plan: Plan) -> Program:
     return next(program for program in plan.programs if program.entry == "train")
 
 
+def launch_count(plan: Plan) -> int:
+    """The number of launches in the train program, each node of one counted."""
+    program = train_program(plan)
+    return sum(len(parts_of(plan, command)) for command in program.commands if isinstance(command, Launch))
+
+
 def check(plain: Plan, small: Plan, limit: int) -> None:
-    before, after = train_program(plain), train_program(small)
+    after = train_program(small)
     assert after.arena_nbytes <= limit
-    launches = [sum(isinstance(command, Launch) for command in program.commands) for program in (before, after)]
-    assert launches[0] < launches[1] < 1.5 * launches[0]
+    assert launch_count(plain) < launch_count(small) < 1.5 * launch_count(plain)
     assert after.schedule is not None
     assert after.schedule.policy.startswith("recompute-")
     expected, found = trained(plain), trained(small)
@@ -44,9 +51,11 @@ def check(plain: Plan, small: Plan, limit: int) -> None:
     assert [name for name, value in expected.items() if not np.array_equal(value, found[name])] == []
 
 
-def test_two_thirds_of_the_memory_gives_the_same_bits() -> None:
+def test_two_thirds_of_the_memory_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     step = {"train": training_steps.deep()["train"]}
-    plain = nimblec.compile(step, target="cpu", streams="1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Joiner, "join", lambda _, graph, schedule: (graph, schedule))  # with all results in the arena
+        plain = nimblec.compile(step, target="cpu", streams="1")
     limit = train_program(plain).arena_nbytes * 2 // 3
     check(plain, nimblec.compile(step, target="cpu", memory_limit=limit), limit)
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nimblec
 from nimblec.base.places import Phase, places
 from nimblec.inspect.layers import by_layer
+from nimblec.inspect.parts import parts_of
 from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.fx_graph import run_nodes
 from nimblec.pytorch.model import place
 from nimblec.pytorch.source_tracker import SourceTracker
 from nimblert.check.verify import read_plan
-from nimblert.plan import Record, Wait
 from samples.training_step import digits
 
 FORWARD, BACKWARD, UPDATE = (phase.value for phase in Phase)
@@ -154,8 +154,9 @@ def test_a_plan_of_the_cpu_is_shown_by_layer_and_phase(tmp_path: Path) -> None:
     plan = read_plan(path)
     program = next(program for program in plan.programs if program.name == "train")
     shares = by_layer(plan, program)
-    works = [command for command in program.commands if not isinstance(command, Record | Wait)]
-    assert sum(share.launches + share.copies for share in shares.values()) == len(works)
+    parts = [part for _, work in program.work for part in parts_of(plan, work)]
+    assert sum(share.launches + share.copies for share in shares.values()) == len(parts)
+    assert len(parts) > 2 * len(list(program.work))
     assert ((), ()) not in shares
     of_one = {(layers[0], phases[0]) for layers, phases in shares if len(layers) == len(phases) == 1}
     for layer in ("features.0", "features.1", "features.4", "features.5", "classifier"):

@@ -68,7 +68,7 @@ class Zone:
         return self._reserved + _RESERVED_NBYTES
 
     def allocate(self, nbytes: int) -> int:
-        """The address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
+        """Return the address of ``nbytes`` new bytes. Torch may ask for 0, and frees that address too."""
         # Other tensors may be freed while memory is mapped.
         address = self._take(nbytes)
         self._live_in.update(self._chunks(address, nbytes))
@@ -80,7 +80,7 @@ class Zone:
         return address
 
     def _take(self, nbytes: int) -> int:
-        """An address that was freed, or a new one; it is live."""
+        """Return an address that was freed, or a new one; it is live."""
         if self._freed[nbytes]:
             address = self._freed[nbytes].pop()
         else:
@@ -103,7 +103,7 @@ class Zone:
             self._freed[nbytes].append(address)
 
     def find(self, address: int) -> int | None:
-        """The index of the allocation that holds ``address``."""
+        """Return the index of the allocation that holds ``address``."""
         index = bisect_right(self.addresses, address) - 1
         if index < 0 or address >= self.addresses[index] + max(self.sizes[index], 1):
             return None
@@ -128,7 +128,7 @@ class Zone:
                 self._backed.add(chunk)
 
     def _chunks(self, address: int, nbytes: int) -> range:
-        """The chunks that ``nbytes`` from ``address`` on lie in."""
+        """Return the chunks that ``nbytes`` from ``address`` on lie in."""
         first = (address - self._reserved) // _CHUNK_NBYTES
         return range(first, (address + max(nbytes, 1) - 1 - self._reserved) // _CHUNK_NBYTES + 1)
 

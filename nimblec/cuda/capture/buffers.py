@@ -68,7 +68,7 @@ class BufferTable:
         self._outputs: set[Allocation] = set()
 
     def span(self, where: ByteRange) -> Span | None:
-        """The allocation under absolute addresses of the first capture; None for foreign memory."""
+        """Return the allocation under absolute addresses of the first capture; None for foreign memory."""
         for memory, place in ((self._zone, Place.CAPTURE), (self._earlier, Place.EARLIER)):
             index = memory.find(where.begin)
             if index is not None:
@@ -90,7 +90,7 @@ class BufferTable:
         self._tensors.add(allocation)
 
     def number(self, allocation: Allocation) -> int:
-        """The buffer's number. Raises UnsupportedModelError for memory from before the captures."""
+        """Return the buffer's number. Raises UnsupportedModelError for memory from before the captures."""
         if allocation.place is Place.EARLIER:
             raise UnsupportedModelError(
                 f"{self._nbytes(allocation)} bytes that were allocated before the run are used in it, and no tensor "
@@ -99,33 +99,33 @@ class BufferTable:
         return self._numbers.setdefault(allocation, len(self._numbers))
 
     def has(self, allocation: Allocation) -> bool:
-        """Whether an allocation is one of the buffers so far."""
+        """Return whether an allocation is one of the buffers so far."""
         return allocation in self._numbers
 
     def access(self, span: Span) -> Access:
-        """A span as an access of its buffer."""
+        """Return a span as an access of its buffer."""
         return Access(buffer=self.number(span.allocation), offset=span.offset, nbytes=span.nbytes)
 
     def whole(self, allocation: Allocation) -> Span:
-        """Every byte of an allocation."""
+        """Return every byte of an allocation."""
         return Span(allocation=allocation, offset=0, nbytes=self._nbytes(allocation))
 
     def is_temporary(self, allocation: Allocation) -> bool:
-        """Whether it has no contents from before the run: it is no weight, input or state."""
+        """Return whether it has no contents from before the run: it is no weight, input or state."""
         return allocation not in self._contents
 
     def is_mutated(self, allocation: Allocation) -> bool:
-        """Whether a run was seen to change a weight or input, declared or not."""
+        """Return whether a run was seen to change a weight or input, declared or not."""
         content = self._contents.get(allocation)
         return content is not None and content.mutated
 
     def buffers(self, written: Iterable[int]) -> tuple[Buffer, ...]:
-        """All buffers, by number; a weight among the ``written`` ones is state."""
+        """Return all buffers, by number; a weight among the ``written`` ones is state."""
         changed = set(written)
         return tuple(self._buffer(a, written=n in changed) for a, n in self._numbers.items())
 
     def addresses(self) -> tuple[int, ...]:
-        """The address of each buffer in the first capture, by number."""
+        """Return the address of each buffer in the first capture, by number."""
         return tuple(self._places[a.place].addresses[a.index] for a in self._numbers)
 
     def _nbytes(self, allocation: Allocation) -> int:
@@ -162,5 +162,5 @@ class BufferTable:
 
 
 def allocation_of(target: Target) -> Allocation:
-    """The allocation that a relocation points to."""
+    """Return the allocation that a relocation points to."""
     return Allocation(target.index, target.place)

@@ -171,7 +171,7 @@ def _accesses(
 
 
 def _ranges(value: Any) -> Iterator[ByteRange]:
-    """The memory of all tensors in ``value``: the pieces between gaps, or one range if these are many."""
+    """Yield the memory of all tensors in ``value``: the pieces between gaps, or one range if these are many."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.numel():
             begin, nbytes = leaf.data_ptr(), leaf.element_size()
@@ -180,7 +180,7 @@ def _ranges(value: Any) -> Iterator[ByteRange]:
 
 
 def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[tuple[int, int]]:
-    """The contiguous pieces of a tensor as (first, end) in elements; one with the gaps if more than ``most``."""
+    """Return the contiguous pieces of a tensor as (first, end) in elements; one with the gaps if more than ``most``."""
     axes = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     length = 1
     while axes and axes[0][0] <= length:
@@ -195,7 +195,7 @@ def pieces(shape: Sequence[int], strides: Sequence[int], *, most: int) -> list[t
 
 
 def describe_failure(exc: RuntimeError, sources: SourceTracker) -> str:
-    """The message for a failed call outside the dispatcher, such as a copy from host memory."""
+    """Return the message for a failed call outside the dispatcher, such as a copy from host memory."""
     frame = traceback.extract_tb(exc.__traceback__)[-1]
     where = f"{frame.line} ({Path(frame.filename).name}, line {frame.lineno}) in {sources.failed or 'the model'}"
     return (

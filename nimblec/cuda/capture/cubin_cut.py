@@ -117,7 +117,7 @@ def _unfamiliar_header(elf: Elf, index: int) -> Iterator[str]:
 
 
 def _names_its_function(elf: Elf, index: int) -> bool:
-    """Whether the low 24 bits of ``sh_info`` of a code section are its function's symbol (above: registers)."""
+    """Return whether the low 24 bits of ``sh_info`` of a code section are its function's symbol (above: registers)."""
     symbol = elf.sections[index].header.info & 0xFFFFFF
     return symbol < len(elf.symbols) and elf.symbols[symbol].symbol.shndx == index and _is_function(elf.symbols[symbol])
 

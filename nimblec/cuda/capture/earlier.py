@@ -23,11 +23,11 @@ class EarlierMemory:
         self._others = others
 
     def reserves(self, address: int) -> bool:
-        """Whether an address belongs to torch's allocator, allocated or not."""
+        """Return whether an address belongs to torch's allocator, allocated or not."""
         return self._zone(address) is not None
 
     def find(self, address: int) -> int | None:
-        """The allocation that holds ``address``."""
+        """Return the allocation that holds ``address``."""
         zone = self._zone(address)
         index = None if zone is None else zone.find(address)
         if zone is None or index is None:
@@ -41,7 +41,7 @@ class EarlierMemory:
         return self.addresses.index(begin)
 
     def is_anothers(self, index: int) -> bool:
-        """Whether an allocation is a weight or an input of another model."""
+        """Return whether an allocation is a weight or an input of another model."""
         return self.addresses[index] in self._others
 
     def _zone(self, address: int) -> Zone | None:

@@ -25,7 +25,7 @@ class ForeignMemory:
         self._known: dict[int, int | None] = {}
 
     def find(self, address: int) -> int | None:
-        """The allocation that holds ``address``; None if CUDA knows no memory there.
+        """Return the allocation that holds ``address``; None if CUDA knows no memory there.
 
         Raises HostMemoryError.
         """
@@ -34,7 +34,7 @@ class ForeignMemory:
         return self._known[address]
 
     def content(self, index: int) -> memoryview:
-        """The current contents of an allocation."""
+        """Return the current contents of an allocation."""
         host = np.empty(self.sizes[index], np.uint8)
         call("cuMemcpyDtoH", host.ctypes.data, self.addresses[index], host.nbytes)
         return host.data

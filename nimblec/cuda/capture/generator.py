@@ -30,7 +30,7 @@ class GeneratorMemory:
     state_offset: int
 
     def replaced(self, targets: Sequence[tuple[int, Target]]) -> tuple[tuple[int, Target], ...]:
-        """The targets of a launch's parameters, by offset, with the state in place of the generator.
+        """Return the targets of a launch's parameters, by offset, with the state in place of the generator.
 
         Raises GeneratorError unless the address of the seed comes right before that of the offset.
         """
@@ -50,7 +50,7 @@ class GeneratorMemory:
         )
 
     def holds(self, target: Target) -> bool:
-        """Whether a target is in the generator's memory."""
+        """Return whether a target is in the generator's memory."""
         return target.place is Place.CAPTURE and target.index in (self.seed, self.offset)
 
     @property

@@ -60,7 +60,7 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
 def _accesses(
     names: Sequence[str], mutated: set[str], args: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that a kernel reads and writes, from the names of its parameters."""
+    """Return the tensors that a kernel reads and writes, from the names of its parameters."""
     reads, writes = [], []
     for name, value in zip(names, args, strict=False):  # constants of the kernel are not among the arguments
         if isinstance(value, torch.Tensor):

@@ -26,7 +26,7 @@ _REPORTING = re.compile(r"cudnn\d+bn_(?:fw_tr|bw)_1C11_singleread")
 
 
 def reports_to_host(symbol: str) -> bool:
-    """Whether a kernel takes the address of a word of host memory, or null, for error reports.
+    """Return whether a kernel takes the address of a word of host memory, or null, for error reports.
 
     cuDNN's batch norms that read their input once store 0x3ef there if a sum overflows (cudnnQueryRuntimeError). Their
     code, in cuDNN 9.19 for sm_90a, compares the address with null before, and loads nothing from it.
@@ -50,7 +50,7 @@ class CodeIndex:
         return found
 
     def digest(self, function: Function) -> bytes:
-        """The SHA-256 of the cubin that holds ``function``.
+        """Return the SHA-256 of the cubin that holds ``function``.
 
         It follows from the module or library handle if a callback showed the pair: cuDNN's and Triton's
         kernels repeat names with different code. The fat binaries of the frameworks are found by the
@@ -72,7 +72,7 @@ class CodeIndex:
         return matches[0]
 
     def _told_apart(self, function: Function, matches: list[bytes]) -> list[bytes]:
-        """The images that may hold ``function``, one for each different code of it."""
+        """Return the images that may hold ``function``, one for each different code of it."""
         names = kernels_of(function.module)
         images = {digest: self._recorder.images[digest] for digest in matches}
         likely = [d for d in matches if entry_symbols(memoryview(images[d])) == names] or matches
@@ -82,7 +82,7 @@ class CodeIndex:
         return list(found.values())
 
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
-        """The cubin with this digest, cut down to the kernels ``symbols``, without what only debuggers read.
+        """Return the cubin with this digest, cut down to the kernels ``symbols``, without what only debuggers read.
 
         That names files of this machine, and is most of what Triton makes. A cubin with unfamiliar or damaged parts
         stays whole; ``kept_whole`` then gets the reason, if there are other kernels.
@@ -97,7 +97,7 @@ class CodeIndex:
 
 
 def _code(image: bytes, symbol: str) -> bytes:
-    """The code of one kernel: the cubin cut down to it, or whole if it cannot be cut."""
+    """Return the code of one kernel: the cubin cut down to it, or whole if it cannot be cut."""
     try:
         return cut(image, [symbol])
     except _CANNOT_BE_CUT:
@@ -105,7 +105,7 @@ def _code(image: bytes, symbol: str) -> bytes:
 
 
 def origin(symbols: list[str]) -> str:
-    """The library that kernels with these names come from: a label for readers."""
+    """Return the library that kernels with these names come from: a label for readers."""
     for name, marks in _ORIGINS:
         if any(mark in symbol for symbol in symbols for mark in marks):
             return name

@@ -74,13 +74,13 @@ class NodeEdge:
 
 
 def node_handles(graph: int) -> list[Handle]:
-    """The nodes of a graph in the order in which they were captured."""
+    """Return the nodes of a graph in the order in which they were captured."""
     count = call("cuGraphGetNodes", graph, 0)[1]
     return list(call("cuGraphGetNodes", graph, count)[0])[:count] if count else []
 
 
 def read_edges(graph: int, nodes: list[Handle]) -> tuple[NodeEdge, ...]:
-    """The edges of a graph between positions in ``nodes``."""
+    """Return the edges of a graph between positions in ``nodes``."""
     count = call("cuGraphGetEdges", graph, 0)[-1]
     if not count:
         return ()
@@ -95,7 +95,7 @@ def read_edges(graph: int, nodes: list[Handle]) -> tuple[NodeEdge, ...]:
 
 
 def read_node(node: Handle) -> Node:
-    """A node as a record. Raises UnsupportedModelError for what a plan cannot hold."""
+    """Return a node as a record. Raises UnsupportedModelError for what a plan cannot hold."""
     driver = bindings()
     kinds = driver.CUgraphNodeType
     kind = call("cuGraphNodeGetType", node)
@@ -156,7 +156,7 @@ def _describe(func: int, kern: int) -> Function:
 
 
 def kernels_of(module: int) -> frozenset[str]:
-    """The mangled names of the kernels of a CUmodule of this process."""
+    """Return the mangled names of the kernels of a CUmodule of this process."""
     handle = bindings().CUmodule(module)
     count = call("cuModuleGetFunctionCount", handle)
     functions = call("cuModuleEnumerateFunctions", count, handle)
@@ -193,7 +193,7 @@ def _read_params(layout: tuple[Parameter, ...], kernel_params: int, extra: int) 
 
 
 def _read_extra(extra: int) -> bytes:
-    """The packed buffer that an ``extra`` list (key, value, key, value, 0) describes."""
+    """Return the packed buffer that an ``extra`` list (key, value, key, value, 0) describes."""
     words = (ctypes.c_uint64 * 5).from_address(extra)
     entries = dict(zip(words[0:4:2], words[1:4:2], strict=True))
     nbytes = ctypes.c_size_t.from_address(entries[_PARAM_BUFFER_SIZE]).value

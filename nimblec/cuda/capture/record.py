@@ -71,7 +71,7 @@ class Recording:
         self.capture.replay()
 
     def outputs(self) -> list[np.ndarray]:
-        """The outputs of the last replay, in the model's order."""
+        """Return the outputs of the last replay, in the model's order."""
         return [as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
 
 
@@ -94,7 +94,7 @@ class Recorders:
         self._models += models
 
     def of(self, model: TorchModel) -> "ModelRecorder":
-        """The recorder of a model. Raises CudaError if an earlier run was out of memory."""
+        """Return the recorder of a model. Raises CudaError if an earlier run was out of memory."""
         self.allocator.check()
         return ModelRecorder(model, self, self._models)
 
@@ -237,7 +237,7 @@ class ModelRecorder:
         )
 
     def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:
-        """The framework's results for these inputs without capture, from the initial state.
+        """Return the framework's results for these inputs without capture, from the initial state.
 
         ``model`` is another model on the same input tensors, for comparison.
         """
@@ -314,7 +314,7 @@ class ModelRecorder:
 
 
 def _elsewhere(model: TorchModel, others: Iterable[TorchModel]) -> frozenset[int]:
-    """The addresses of weights and inputs of other models of this process that ``model`` does not share."""
+    """Return the addresses of weights and inputs of other models of this process that ``model`` does not share."""
     others = tuple(others)
     given, own = (
         {tensor.untyped_storage().data_ptr() for one in models for _, tensor in one.inputs}
@@ -354,5 +354,5 @@ def _view(
 
 
 def _like(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
-    """The array's values on the device, with the strides of ``tensor``."""
+    """Return the array's values on the device, with the strides of ``tensor``."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").copy_(as_tensor(array))

@@ -51,7 +51,7 @@ class Relocator:
     def relocate(
         self, first: bytes, second: bytes, *, reports: bool = False, declared: Container[int] | None = None
     ) -> RelocatedParams:
-        """The parameters of one launch, from its buffers in the two captures.
+        """Return the parameters of one launch, from its buffers in the two captures.
 
         ``declared`` are the earlier allocations that hold tensors of the launch's op; None if these are not known.
         ``reports``: the kernel takes the address of host memory for reports, or null; the address becomes null. For
@@ -79,7 +79,7 @@ class Relocator:
         return RelocatedParams(params=kept.tobytes(), targets=pointed)
 
     def locate(self, first: int, second: int) -> Target:
-        """The target of an address in a copy or a fill."""
+        """Return the target of an address in a copy or a fill."""
         target = self._classify(first, second, None)
         if target is not None and self._generator is not None and self._generator.holds(target):
             raise GeneratorError("a copy or a fill touches the memory of torch's generator")

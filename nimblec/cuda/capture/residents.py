@@ -69,7 +69,7 @@ def find_residents(
 
 
 def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resident:
-    """The storage that these tensors share, described by one that spans it, or else as bytes."""
+    """Return the storage that these tensors share, described by one that spans it, or else as bytes."""
     storage = sharing[0].untyped_storage()
     spanning = [t for t in sharing if t.numel() * t.element_size() == storage.nbytes() and t.dtype in DTYPE_NAMES]
     described = max(spanning, key=lambda t: t.ndim, default=None)
@@ -86,7 +86,7 @@ def _resident(sharing: list[torch.Tensor], name: str, *, is_input: bool) -> Resi
 
 
 def kept_by_recordings() -> Iterator[int]:
-    """The addresses of the copies of residents, and of the results of captured runs."""
+    """Yield the addresses of the copies of residents, and of the results of captured runs."""
     for candidate in gc.get_objects():
         if type(candidate) is Resident:
             yield candidate.pristine.untyped_storage().data_ptr()
@@ -124,7 +124,7 @@ def _names(root: object) -> dict[int, str]:
 
 
 def only_in(others: Iterable[object], root: object) -> set[int]:
-    """The addresses of the weights and buffers of ``others`` that the module ``root`` does not share."""
+    """Return the addresses of the weights and buffers of ``others`` that the module ``root`` does not share."""
     return {address for other in others for address in _names(other)} - _names(root).keys()
 
 
@@ -147,7 +147,7 @@ def note_mutations(zone: Zone, residents: Iterable[Resident]) -> None:
 def contents(
     residents: Iterable[Resident], state: Collection[int], scratch: Collection[int]
 ) -> dict[Allocation, Content]:
-    """The contents of a zone's first allocations, after `move_into`.
+    """Return the contents of a zone's first allocations, after `move_into`.
 
     The storages ``state`` are state, the storages ``scratch`` scratch memory of kernels.
     """

@@ -62,7 +62,7 @@ def _doubts(elf: Elf, link: int) -> Iterator[str]:
 
 
 def _is_of_debug(elf: Elf, section: NamedSection) -> bool:
-    """Whether ``section`` belongs to a debug section, and so is dropped with it."""
+    """Return whether ``section`` belongs to a debug section, and so is dropped with it."""
     owner = section.owner
     if owner is None or owner >= len(elf.sections):
         return False

@@ -101,7 +101,7 @@ def described_symbols(info: NamedSection, attribute: int) -> list[int]:
 
 
 def is_description(section: NamedSection) -> bool:
-    """Whether the section is ``.nv.info`` itself, whose records each describe a function of the cubin."""
+    """Return whether the section is ``.nv.info`` itself, whose records each describe a function of the cubin."""
     return section.header.type == SHT_CUDA_INFO and section.owner is None
 
 

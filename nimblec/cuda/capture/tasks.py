@@ -40,7 +40,7 @@ def _outside(first: int, end: int) -> _Launched:
 
 
 def _launches(ops: Sequence[OpRecord], node_count: int, buffers: BufferTable) -> Iterator[_Launched]:
-    """Every node in exactly one op, in order."""
+    """Yield every node in exactly one op, in order."""
 
     def spans(ranges: Sequence[ByteRange]) -> tuple[Span, ...]:
         return tuple(s for s in map(buffers.span, dict.fromkeys(ranges)) if s is not None)
@@ -82,7 +82,7 @@ class _KernelTable:
         self._numbers: dict[tuple[bytes, str], int] = {}
 
     def add(self, node: KernelNode) -> int:
-        """The number of the node's kernel, whose attributes then allow this launch."""
+        """Return the number of the node's kernel, whose attributes then allow this launch."""
         symbol = node.function.symbol
         key = (self._code.digest(node.function), symbol)
         if key not in self._kernels:
@@ -121,7 +121,7 @@ class _TaskReader:
         self._buffers = buffers
 
     def read(self, op: int, launched: _Launched, node: Node, twin: Node) -> Task:
-        """The task of one node; ``twin`` is the same node of the second capture."""
+        """Return the task of one node; ``twin`` is the same node of the second capture."""
         match node, twin:
             case KernelNode(), KernelNode() if _same_launch(node, twin):
                 return self._launch(op, launched, node, twin)
@@ -187,7 +187,7 @@ class _TaskReader:
         return reads, writes
 
     def _is_hidden_writer(self, op: _Launched, allocation: Allocation) -> bool:
-        """Whether an op may write memory that outlives the run though its schema does not declare it.
+        """Return whether an op may write memory that outlives the run though its schema does not declare it.
 
         Any op may, if a run was seen to change the memory and no op declares to write it.
         """
@@ -195,7 +195,7 @@ class _TaskReader:
 
 
 def _declared_earlier(op: _Launched) -> frozenset[int] | None:
-    """The earlier allocations that hold tensors of an op; None if it is opaque."""
+    """Return the earlier allocations that hold tensors of an op; None if it is opaque."""
     found = (span.allocation for span in (*op.reads, *op.writes))
     return None if op.opaque else frozenset(each.index for each in found if each.place is Place.EARLIER)
 
@@ -226,7 +226,7 @@ def build_graph(
     inputs: tuple[TensorView, ...],
     outputs: tuple[TensorView, ...],
 ) -> Graph:
-    """The graph of two captures of one model.
+    """Return the graph of two captures of one model.
 
     Raises UnsupportedModelError naming the op that a plan cannot hold, TraceError where the two
     captures are not the same sequence.

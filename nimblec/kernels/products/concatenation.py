@@ -36,7 +36,7 @@ class _Whole:
 
 
 def begins_concatenations(part: fx.Node) -> bool:
-    """Whether only concatenations of channels read the images, as their first part."""
+    """Return whether only concatenations of channels read the images, as their first part."""
     users = list(part.users)
     return bool(users) and all(
         is_call(user, aten.cat.default)
@@ -72,7 +72,7 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
 
 
 def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterator[_Whole]:
-    """The concatenations to replace; ``written`` are the parts that need no copy."""
+    """Yield the concatenations to replace; ``written`` are the parts that need no copy."""
     parts = {node: _parts(node, found) for node in found}
     left = sorted(found, key=lambda node: len(parts[node]), reverse=True)
     while left:
@@ -88,7 +88,7 @@ def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterato
 
 
 def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
-    """The call in ``written`` whose last channels are ``part``, if only slices of it are read."""
+    """Return the call in ``written`` whose last channels are ``part``, if only slices of it are read."""
     if not is_call(part, aten.slice.Tensor):
         return None
     given = bound(part)
@@ -99,14 +99,14 @@ def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
 
 
 def _is_of_channels(node: fx.Node) -> bool:
-    """Whether it concatenates channels of images of several pixels, channels last."""
+    """Return whether it concatenates channels of images of several pixels, channels last."""
     value = fake(node)
     has_pixels = value.numel() > value.shape[:2].numel()
     return bound(node)["dim"] in {1, -3} and has_pixels and is_channels_last(value)
 
 
 def _parts(node: fx.Node, joins: Collection[fx.Node]) -> tuple[fx.Node, ...]:
-    """The parts of a concatenation, those of concatenations inside it included."""
+    """Return the parts of a concatenation, those of concatenations inside it included."""
     parts: list[fx.Node] = []
     for part in bound(node)["tensors"]:
         parts += _parts(part, joins) if _is_inner(part, node, joins) else (part,)
@@ -114,7 +114,7 @@ def _parts(node: fx.Node, joins: Collection[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _inner(node: fx.Node, joins: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """The concatenations inside a concatenation."""
+    """Yield the concatenations inside a concatenation."""
     for part in bound(node)["tensors"]:
         if _is_inner(part, node, joins):
             yield part

@@ -77,7 +77,7 @@ class ProductRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[ProductRequest]:
-    """All requests in a graph; none depends on the choice for another."""
+    """Return all requests in a graph; none depends on the choice for another."""
     return matches(Rewriter(module))
 
 
@@ -130,12 +130,12 @@ def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> ProductReque
 
 
 def _alone(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
-    """The request of a call by itself, without constants; None where the kernels cannot compute it."""
+    """Return the request of a call by itself, without constants; None where the kernels cannot compute it."""
     return _convolution(rewriter, node) if is_call(node, *CONVOLUTIONS) else _linear(rewriter, node)
 
 
 def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
-    """The request of a convolution of images, channels last."""
+    """Return the request of a convolution of images, channels last."""
     given = bound(node)
     x, weight = given["input" if "input" in given else "self"], rewriter.value(given["weight"])
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, given["bias"]):
@@ -163,7 +163,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
 
 
 def _linear(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
-    """The request of a product with constant weights."""
+    """Return the request of a product with constant weights."""
     given = bound(node)
     x, bias = (given["self"], None) if "mat1" not in given else (given["mat1"], given["self"])
     plain = given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
@@ -189,7 +189,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
 
 
 def arithmetic_of(dtype: torch.dtype, library: Any) -> Arithmetic:
-    """The arithmetic for a dtype; ``library`` holds torch's setting for float32."""
+    """Return the arithmetic for a dtype; ``library`` holds torch's setting for float32."""
     return "tf32" if dtype in HALF or library.fp32_precision == "tf32" else "tf32x3"
 
 
@@ -241,7 +241,7 @@ def _with_follower(request: ProductRequest, last: fx.Node, user: fx.Node) -> Pro
 
 
 def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
-    """The other term of a sum, if it has the shape and layout of ``term``."""
+    """Return the other term of a sum, if it has the shape and layout of ``term``."""
     if not is_call(node, aten.add.Tensor) or node.kwargs.get("alpha", 1) != 1:
         return None
     others = [other for other in node.args[:2] if other is not term]
@@ -250,7 +250,7 @@ def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same dtype, shape and strides."""
+    """Return whether two values have the same dtype, shape and strides."""
     a, b = fake(node), fake(other)
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 

@@ -222,7 +222,7 @@ def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
 def _row_norm(
     moments: Tensor | None = None, column_sums: Tensor | None = None, eps: float = 0.0, rms: bool = False
 ) -> RowNorm | None:
-    """The norm of the rows that a product reads, from the arguments of the op; None without one."""
+    """Return the norm of the rows that a product reads, from the arguments of the op; None without one."""
     if moments is None or column_sums is None:
         return None
     return RowNorm(moments=moments, column_sums=column_sums, eps=eps, rms=rms)

@@ -27,7 +27,7 @@ class RowNorm:
         return {"NORM": "rms" if self.rms else "layer", "EPS": self.eps, "PARTS": len(self.moments)}
 
     def __call__(self, total: Tensor, columns: int) -> Tensor:
-        """The product of the normalised rows in float32, from ``total``, that of the rows as they are."""
+        """Return the product of the normalised rows in float32, from ``total``, that of the rows as they are."""
         mean, square = self.moments.sum(0) / columns
         if self.rms:
             mean = torch.zeros_like(mean)

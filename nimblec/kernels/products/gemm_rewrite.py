@@ -51,14 +51,14 @@ def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
 
 
 def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
-    """The candidates of a request."""
+    """Return the candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape, gpu)
     return candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
-    """The call that computes a request."""
+    """Return the call that computes a request."""
     shape, source = request.shape, request.constants[request.weight]
     end = (request.activation, tiling.numbers, trigger)
     geometry = [list(pair) for pair in (shape.kernel, shape.stride, shape.padding, shape.dilation)]
@@ -92,7 +92,7 @@ def _residual(request: ProductRequest) -> fx.Node | AsStored | None:
 
 
 def _prologue(request: ProductRequest) -> dict[str, Any]:
-    """The prologue as arguments of the ops."""
+    """Return the prologue as arguments of the ops."""
     before = request.before
     if before is None:
         return {}
@@ -106,7 +106,7 @@ def _prologue(request: ProductRequest) -> dict[str, Any]:
 
 
 def framework(request: ProductRequest, pool: Pool, length: int) -> Timed:
-    """The framework's calls of a request."""
+    """Return the framework's calls of a request."""
     weight = request.constants[request.weight]
     copies = [pool.take(weight) for _ in range(length)]
     values = {node: _value(request, node) for node in _read(request)}
@@ -125,13 +125,13 @@ def framework(request: ProductRequest, pool: Pool, length: int) -> Timed:
 
 
 def _read(request: ProductRequest) -> Iterator[fx.Node]:
-    """The values that the calls of a request read from outside."""
+    """Yield the values that the calls of a request read from outside."""
     for node in request.nodes:
         yield from (source for source in node.all_input_nodes if source not in request.nodes)
 
 
 def _value(request: ProductRequest, node: fx.Node) -> Tensor:
-    """The value of a constant; random numbers for anything else."""
+    """Return the value of a constant; random numbers for anything else."""
     if node in request.constants:
         return request.constants[node]
     return example(fake(node), request.constants[request.weight].device)

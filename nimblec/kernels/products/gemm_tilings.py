@@ -31,7 +31,7 @@ class Tiling(NumberedTiling):
     num_stages: int = 3
 
     def tiles(self, shape: Convolution) -> Pair:
-        """The number of tiles of the result: down, across."""
+        """Return the number of tiles of the result: down, across."""
         return ceil_div(shape.rows, self.block_m), ceil_div(shape.out_channels, self.block_n)
 
     def steps(self, shape: Convolution) -> int:

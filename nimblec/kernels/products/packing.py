@@ -57,7 +57,7 @@ def for_tensor_cores(weight: Tensor) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
-    """The inverse of `pack_rows`."""
+    """Return the inverse of `pack_rows`."""
     across, deep, block_n, block_k = packed.shape
     return packed.transpose(1, 2).reshape(across * block_n, deep * block_k)[:columns, :depth]
 
@@ -68,7 +68,7 @@ def counters(tiles: int, device: torch.device) -> Tensor:
 
 
 def counters_of(tiling: _Split, shape: Convolution, device: torch.device) -> Made | None:
-    """The `counters` of one call; None where each block has a tile to itself."""
+    """Return the `counters` of one call; None where each block has a tile to itself."""
     if tiling.split_k == 1:
         return None
     tiles = prod(tiling.tiles(shape))

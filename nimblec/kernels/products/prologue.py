@@ -51,7 +51,7 @@ class PrologueMatch:
 def prologues(
     rewriter: Rewriter, readers: Iterable[fx.Node], taken: Collection[fx.Node]
 ) -> dict[fx.Node, PrologueMatch]:
-    """The prologues of ``readers``, convolutions of images channels last, where they have one.
+    """Return the prologues of ``readers``, convolutions of images channels last, where they have one.
 
     ``taken`` are calls that other launches compute already. Two kinds of calls stay, as fusing them would
     save no launch: those whose value is also needed in memory, and those that a generated kernel computes
@@ -69,7 +69,7 @@ def prologues(
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | None:
-    """The calls up to ``last`` that a launch can compute; all but ``last`` have one user."""
+    """Return the calls up to ``last`` that a launch can compute; all but ``last`` have one user."""
     before, node = None, last
     while node not in taken and (node is last or len(node.users) == 1):
         longer = _gated(rewriter, node, before) or _activated(node, before) or _scaled(rewriter, node, before)
@@ -105,7 +105,7 @@ def _activated(node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | N
 
 
 def _scaled(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | None:
-    """A batch norm, or a product or sum with a constant for each channel."""
+    """Return a batch norm, or a product or sum with a constant for each channel."""
     read = read_affine(rewriter, node)
     factors = None if read is None else read.along(1, fake(node))
     if read is None or factors is None:
@@ -132,6 +132,6 @@ def _argument(node: fx.Node, place: int) -> fx.Node:
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether both are images of one dtype and shape, and the kernels read ``node`` at full speed."""
+    """Return whether both are images of one dtype and shape, and the kernels read ``node`` at full speed."""
     a, b = fake(node), fake(other)
     return a.dtype == b.dtype and a.shape == b.shape and is_read_well(a)

@@ -49,7 +49,7 @@ def _can_join(request: ProductRequest) -> bool:
 
 
 def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
-    """Whether only ``readers`` read the images, and each of them once: not as a residual too."""
+    """Return whether only ``readers`` read the images, and each of them once: not as a residual too."""
     return all(user in readers and times_read(images, user) == 1 for user in images.users)
 
 

@@ -33,7 +33,7 @@ class Cut:
         return shared_sums(split, tiles, size, self.counters, device)
 
     def settings(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The template's constants, for factors of ``dtype``."""
+        """Return the template's constants, for factors of ``dtype``."""
         return {
             "SCALE": scale(dtype, self.arithmetic),
             "BLOCK_M": self.tiling.block_m,
@@ -47,7 +47,7 @@ class Cut:
 
 
 def scale(dtype: torch.dtype, arithmetic: str) -> float:
-    """The factor that compensates for the bits of both factors that tensor cores cut off."""
+    """Return the factor that compensates for the bits of both factors that tensor cores cut off."""
     return (1 - CUT_OFF) ** -2 if dtype is torch.float32 and arithmetic == "tf32" else 1.0
 
 
@@ -126,7 +126,7 @@ def depthwise_images_launch(
 
 
 def _images_settings(shape: Convolution, source: Tensor, out: Tensor, *, is_gradient: bool) -> dict[str, Any]:
-    """The constants of a template that makes images ``out`` of ``source``."""
+    """Return the constants of a template that makes images ``out`` of ``source``."""
     return {
         **shape.window_settings,
         "ROWS": out.shape[0] * out.shape[2] * out.shape[3],

@@ -50,7 +50,7 @@ class TrainedRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[TrainedRequest]:
-    """All requests in a graph."""
+    """Yield all requests in a graph."""
     rewriter = Rewriter(module)
     for node in rewriter.calls(CONVOLUTION, CONVOLUTION_BACKWARD):
         given = bound(node)
@@ -64,7 +64,7 @@ def requests(module: fx.GraphModule) -> Iterator[TrainedRequest]:
 
 
 def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> TrainedRequest | None:
-    """The request of a convolution whose weights are not constant."""
+    """Return the request of a convolution whose weights are not constant."""
     x, weight = given["input"], given["weight"]
     if rewriter.value(weight) is not None or not is_read_well(fake(x)):
         return None
@@ -76,7 +76,7 @@ def _forward(rewriter: Rewriter, node: fx.Node, given: dict[str, Any]) -> Traine
 def _of_images(
     whole: Kind, depthwise: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node
 ) -> TrainedRequest | None:
-    """The request of new images, made of ``first`` and the weights; other groups are left to the library."""
+    """Return the request of new images, made of ``first`` and the weights; other groups are left to the library."""
     weight, channels = given["weight"], fake(given["input"]).shape[1]
     if given["groups"] == 1 and is_channels_last(fake(weight)):
         return _request(whole, given, result, first, weight)
@@ -85,7 +85,7 @@ def _of_images(
 
 
 def _gradient(node: fx.Node, given: dict[str, Any]) -> TrainedRequest | None:
-    """The request of a gradient of a convolution, where the call computes only this one."""
+    """Return the request of a gradient of a convolution, where the call computes only this one."""
     grad, x, weight, mask = (given[name] for name in ("grad_output", "input", "weight", "output_mask"))
     result = only_user(node)
     if sum(mask) != 1 or mask[2] or result is None or result.target is not operator.getitem:
@@ -122,7 +122,7 @@ def _request(kind: Kind, given: dict[str, Any], result: fx.Node, first: fx.Node,
 
 
 def _is_laid(result: Tensor) -> bool:
-    """Whether it has the kernels' layout, other than in strides of axes of length 1."""
+    """Return whether it has the kernels' layout, other than in strides of axes of length 1."""
     laid = torch.empty_like(result, device="meta", memory_format=torch.channels_last)
     is_both = result.is_contiguous() and laid.is_contiguous()
     return result.numel() > 0 and (result.stride() == laid.stride() or is_both)

@@ -63,7 +63,7 @@ def use_trained_kernels(
 
 
 def tilings(request: TrainedRequest, gpu: GPU) -> Sequence[AnyTiling]:
-    """The candidates of a request."""
+    """Return the candidates of a request."""
     if request.kind == "depthwise weights":
         return depthwise_weight_candidates(request.shape, gpu)
     finders: dict[str, Callable[..., Sequence[AnyTiling]]] = {
@@ -77,7 +77,7 @@ def tilings(request: TrainedRequest, gpu: GPU) -> Sequence[AnyTiling]:
 
 
 def call(request: TrainedRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
-    """The call that computes a request."""
+    """Return the call that computes a request."""
     shape = request.shape
     end = ([*shape.stride, *shape.padding, *shape.dilation], tiling.numbers, trigger)
     size, read = [shape.height, shape.width], (request.first, request.second)
@@ -103,7 +103,7 @@ def _counters(request: TrainedRequest, tiling: Tiling | DepthwiseSum) -> Made | 
 
 
 def framework(request: TrainedRequest, _pool: Pool, _length: int) -> Timed:
-    """The framework's calls of a request."""
+    """Return the framework's calls of a request."""
     values = {node: example(fake(node), fake(node).device) for node in request.nodes[0].all_input_nodes}
     return lambda _: evaluate(request.nodes, values)
 

@@ -34,7 +34,7 @@ class DepthwiseSum(NumberedTiling):
         return next_power_of_2(prod(shape.kernel))
 
     def tiles(self, shape: Convolution) -> Pair:
-        """The number of tiles of the result: one down, some across."""
+        """Return the number of tiles of the result: one down, some across."""
         return 1, ceil_div(shape.out_channels, self.block_c)
 
     def blocks(self, shape: Convolution) -> int:
@@ -59,7 +59,7 @@ def image_product(shape: Convolution) -> Convolution:
 
 
 def weight_product(shape: Convolution) -> Convolution:
-    """The product of the weights' gradient: each sums over the pixels of all results."""
+    """Return the product of the weights' gradient: each sums over the pixels of all results."""
     return product_of(shape.out_channels, shape.rows, shape.depth)
 
 
@@ -79,7 +79,7 @@ def weight_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Ti
 
 
 def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling]:
-    """The most promising tilings by the time model, and by one in which narrow tiles are as fast as wide ones.
+    """Return the most promising tilings by the time model, and by one in which narrow tiles are as fast as wide ones.
 
     Wide tiles take float32 factors in one memory order only: a factor in the other one is copied 4 bytes at a time.
     """

@@ -93,7 +93,7 @@ def _attention_on_cpu(
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
-    """The kernel's result in float32: (batch, heads, queries, value size)."""
+    """Return the kernel's result in float32: (batch, heads, queries, value size)."""
     added = mask if mask is None or mask.dtype == torch.bool else mask.float()
     return functional.scaled_dot_product_attention(
         query.float(),

@@ -87,7 +87,7 @@ def use_triton_attention(
 
 
 def requests(module: fx.GraphModule) -> Iterator[AttentionRequest]:
-    """All requests in a graph."""
+    """Yield all requests in a graph."""
     rewriter = Rewriter(module)
     fixed = any(node.target in BY_STRIDE for node in module.graph.nodes)
     for node in rewriter.calls(ATTENTION):
@@ -97,7 +97,7 @@ def requests(module: fx.GraphModule) -> Iterator[AttentionRequest]:
 
 
 def _strides(result: Tensor) -> tuple[int, ...]:
-    """The strides of the kernel's result as (batch, heads, queries, size)."""
+    """Return the strides of the kernel's result as (batch, heads, queries, size)."""
     return torch.empty_like(result.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2).stride()
 
 
@@ -118,7 +118,7 @@ def _request(node: fx.Node) -> AttentionRequest | None:
 
 
 def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    """Whether there are four axes, supported head sizes, and no broadcast except of heads."""
+    """Return whether there are four axes, supported head sizes, and no broadcast except of heads."""
     q, k, v = fake(query), fake(key), fake(value)
     return (
         all(tensor.dim() == 4 and tensor.dtype == q.dtype for tensor in (q, k, v))
@@ -147,18 +147,18 @@ def _uncopied(node: fx.Node) -> fx.Node:
 
 
 def tilings(request: AttentionRequest, gpu: GPU) -> Sequence[AttentionTiling]:
-    """The candidates of a request."""
+    """Return the candidates of a request."""
     return attention_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
 def call(request: AttentionRequest, tiling: AttentionTiling, trigger: Trigger) -> Call:
-    """The call that computes a request: (batch, queries, heads, size)."""
+    """Return the call that computes a request: (batch, queries, heads, size)."""
     read = (request.query, request.key, request.value, request.mask)
     return Call(op=attention, args=(*read, request.shape.causal, request.scale, tiling.numbers, trigger))
 
 
 def framework(request: AttentionRequest, _pool: Pool, _length: int) -> Timed:
-    """The framework's call, on arguments with the strides that they have in the graph."""
+    """Return the framework's call, on arguments with the strides that they have in the graph."""
     given = bound(request.node)
     read = [_example(given[name]) for name in ("query", "key", "value", "attn_mask")]
     how: dict[str, Any] = {name: given[name] for name in ("scale", "enable_gqa")}

@@ -48,7 +48,7 @@ class Attention:
 
 
 def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool) -> Attention:
-    """The geometry of tensors with four axes; the mask's axes, at most four, broadcast to the scores."""
+    """Return the geometry of tensors with four axes; the mask's axes, at most four, broadcast to the scores."""
     batch, heads, queries, size = query.shape
     _, key_heads, keys, value_size = value.shape
     return Attention(

@@ -34,7 +34,7 @@ class AttentionTiling(NumberedTiling):
 
 
 def padded(size: int) -> int:
-    """The width of a tile that holds a head."""
+    """Return the width of a tile that holds a head."""
     return max(16, next_power_of_2(size))
 
 

@@ -56,7 +56,7 @@ def fold_norms_into_products(module: fx.GraphModule, compile_jobs: Compile) -> N
 
 
 def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
-    """The products that read a norm; none where the norm cannot be folded."""
+    """Yield the products that read a norm; none where the norm cannot be folded."""
     x, result, maker = fake(request.x), fake(request.result), _maker(request.x)
     if maker is None or request.residual is not None or x.dtype not in HALF or result.dtype != x.dtype:
         return
@@ -75,14 +75,14 @@ def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
 
 
 def _maker(node: fx.Node) -> fx.Node | None:
-    """The product of whose whole result the value is a view; None where it is no product."""
+    """Return the product of whose whole result the value is a view; None where it is no product."""
     while is_call(node, *WHOLE_VIEWS) and is_view(node):
         node = argument(node, 0)
     return node if is_call(node, linear) else None
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The readers of a value and of its whole views, each with the value or view that it reads."""
+    """Yield the readers of a value and of its whole views, each with the value or view that it reads."""
     for user in node.users:
         if is_call(user, *WHOLE_VIEWS) and is_view(user):
             yield from _readers(user)

@@ -53,7 +53,7 @@ class NormRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[NormRequest]:
-    """All requests in a graph, in its order.
+    """Yield all requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
     """
@@ -68,7 +68,7 @@ def requests(module: fx.GraphModule) -> Iterator[NormRequest]:
 
 
 def _request(rewriter: Rewriter, node: fx.Node) -> NormRequest | None:
-    """The request that begins with the call ``node``: a norm, or the root of a mean of squares."""
+    """Return the request that begins with the call ``node``: a norm, or the root of a mean of squares."""
     request = None
     if is_call(node, *_NORMS):
         request = _norm(node)
@@ -154,7 +154,7 @@ def _root_mean_square(rewriter: Rewriter, root: fx.Node) -> tuple[fx.Node, float
 
 
 def _weight(rewriter: Rewriter, product: fx.Node | None, normed: fx.Node) -> fx.Node | None:
-    """The constant by which ``product`` multiplies each row of ``normed``; None where it does not."""
+    """Return the constant by which ``product`` multiplies each row of ``normed``; None where it does not."""
     if product is None or not is_call(product, aten.mul.Tensor):
         return None
     other: fx.Node
@@ -174,7 +174,7 @@ def _squared(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """The half-precision value that ``node`` is a float32 cast of; else ``node``."""
+    """Return the half-precision value that ``node`` is a float32 cast of; else ``node``."""
     if is_call(node, aten._to_copy.default) and fake(node).dtype == torch.float32:
         source: fx.Node = argument(node, 0)
         if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:
@@ -183,7 +183,7 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 
 def _is_served(rewriter: Rewriter, request: NormRequest) -> bool:
-    """Whether rows are contiguous and not too long, dtypes are supported, and weights are constant."""
+    """Return whether rows are contiguous and not too long, dtypes are supported, and weights are constant."""
     x, result = fake(request.x), fake(request.result)
     return (
         x.dtype in DTYPES
@@ -216,6 +216,6 @@ def _with_residual(request: NormRequest, taken: Collection[fx.Node | None]) -> N
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two values have the same dtype and shape, and are contiguous."""
+    """Return whether two values have the same dtype and shape, and are contiguous."""
     a, b = fake(node), fake(other)
     return (a.dtype, a.shape) == (b.dtype, b.shape) and a.is_contiguous() and b.is_contiguous()

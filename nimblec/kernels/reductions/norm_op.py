@@ -54,7 +54,7 @@ def norm_launch(
 
 
 def norm_shape(x: Tensor, *, rms: bool) -> Norm:
-    """The geometry of a contiguous tensor, normalised over its last axis."""
+    """Return the geometry of a contiguous tensor, normalised over its last axis."""
     assert x.is_contiguous(), f"a tensor of strides {x.stride()} has gaps between its rows"
     return Norm(rows=x.numel() // x.shape[-1], columns=x.shape[-1], rms=rms)
 
@@ -62,7 +62,7 @@ def norm_shape(x: Tensor, *, rms: bool) -> Norm:
 def normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The kernel's result, computed in float32 and rounded once."""
+    """Return the kernel's result, computed in float32 and rounded once."""
     y = x.float()
     if not rms:
         y = y - y.mean(-1, keepdim=True)
@@ -83,7 +83,7 @@ def _add_layer_norm(
     tiling: Sequence[int],
     trigger: str,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
-    """The norm, and its argument where that is a sum with a residual."""
+    """Return the norm, and its argument where that is a sum with a residual."""
     if residual is not None:
         assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
     out, total = x.new_empty(x.shape, dtype=dtype), None if residual is None else x.new_empty(x.shape)

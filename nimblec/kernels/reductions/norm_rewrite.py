@@ -52,12 +52,12 @@ def _replace(rewriter: Rewriter, request: NormRequest, tiling: NormTiling, trigg
 
 
 def tilings(request: NormRequest, gpu: GPU) -> Sequence[NormTiling]:
-    """The candidates of a request."""
+    """Return the candidates of a request."""
     return norm_candidates(request.shape, gpu)
 
 
 def call(request: NormRequest, tiling: NormTiling, trigger: Trigger) -> Call:
-    """The call that computes a request: the norm, and its argument where that is a sum with a residual."""
+    """Return the call that computes a request: the norm, and its argument where that is a sum with a residual."""
     dtype = fake(request.result).dtype
     how = (request.weight, request.bias, request.eps, request.shape.rms, dtype, tiling.numbers, trigger)
     if request.residual is None:

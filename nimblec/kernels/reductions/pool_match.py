@@ -65,7 +65,7 @@ class PoolRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[PoolRequest]:
-    """All requests in a graph, in its order.
+    """Yield all requests in a graph, in its order.
 
     Those that a generated kernel would compute together with other calls are left to it.
     """
@@ -92,7 +92,7 @@ def _request(node: fx.Node) -> PoolRequest | None:
 
 
 def _maxima(node: fx.Node, x: fx.Node) -> PoolRequest | None:
-    """The request of a max pooling whose indices nothing reads."""
+    """Return the request of a max pooling whose indices nothing reads."""
     given = bound(node)
     result = next(iter(node.users), None)
     if result is None or len(node.users) > 1 or result.target is not operator.getitem or result.args[1] != 0:
@@ -102,7 +102,7 @@ def _maxima(node: fx.Node, x: fx.Node) -> PoolRequest | None:
 
 
 def _averages(node: fx.Node, x: fx.Node) -> PoolRequest | None:
-    """The request of an average pooling; the kernel takes no negative divisor."""
+    """Return the request of an average pooling; the kernel takes no negative divisor."""
     given = bound(node)
     kernel, padding, divisor = _pair(given["kernel_size"]), _pair(given["padding"]), given["divisor_override"]
     if divisor is not None and divisor < 0:
@@ -116,7 +116,7 @@ def _averages(node: fx.Node, x: fx.Node) -> PoolRequest | None:
 
 
 def _adaptive(node: fx.Node, x: fx.Node) -> PoolRequest | None:
-    """The request of an adaptive pooling whose windows all have the same size."""
+    """Return the request of an adaptive pooling whose windows all have the same size."""
     pairs = list(zip(fake(x).shape[2:], bound(node)["output_size"], strict=True))
     if not all(wanted and size % wanted == 0 for size, wanted in pairs):
         return None
@@ -149,7 +149,7 @@ def _windows(
 
 
 def _whole(calls: tuple[fx.Node, ...], x: fx.Node) -> PoolRequest:
-    """The request of means over all pixels, with the layout of the framework's result."""
+    """Return the request of means over all pixels, with the layout of the framework's result."""
     result = fake(calls[-1])
     channels_last = result.dim() == 4 and result.stride() == _strides(result, channels_last=True)
     return PoolRequest(calls=calls, x=x, shape=means_of(fake(x)), kind=None, channels_last=channels_last)
@@ -179,11 +179,11 @@ def _with_activation(request: PoolRequest) -> PoolRequest:
 
 
 def _stride(given: Mapping[str, Any]) -> Pair:
-    """The stride; by default the size of the window."""
+    """Return the stride; by default the size of the window."""
     return _pair(given["stride"] or given["kernel_size"])
 
 
 def _pair(numbers: Sequence[int]) -> Pair:
-    """A number for each axis; a single one is for both."""
+    """Return a number for each axis; a single one is for both."""
     first, *rest = numbers
     return first, rest[0] if rest else first

@@ -79,7 +79,7 @@ def pooling_shape(
     dilation: Sequence[int],
     ceil_mode: bool,
 ) -> Pooling:
-    """The geometry for images that lie channels last or contiguous."""
+    """Return the geometry for images that lie channels last or contiguous."""
     batch, channels, height, width = x.shape
     is_last = lies_channels_last(x)
     assert is_last or x.is_contiguous(), f"images of strides {x.stride()} lie neither contiguous nor channels last"

@@ -44,14 +44,14 @@ def use_triton_pools(
 
 
 def tilings(request: PoolRequest, gpu: GPU) -> Sequence[PoolTiling]:
-    """The candidates of a request."""
+    """Return the candidates of a request."""
     if isinstance(request.shape, Pooling):
         return pool_candidates(request.shape, gpu)
     return mean_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
 
 
 def call(request: PoolRequest, tiling: PoolTiling, trigger: Trigger) -> Call:
-    """The call that computes a request; means have four axes."""
+    """Return the call that computes a request; means have four axes."""
     shape, end = request.shape, (request.activation, tiling.numbers, trigger)
     if not isinstance(shape, Pooling):
         return Call(op=mean2d, args=(request.x, request.channels_last, *end))
@@ -60,7 +60,7 @@ def call(request: PoolRequest, tiling: PoolTiling, trigger: Trigger) -> Call:
 
 
 def framework(request: PoolRequest, _pool: Pool, _length: int) -> Timed:
-    """The framework's calls of a request."""
+    """Return the framework's calls of a request."""
     values = {request.x: example(fake(request.x), fake(request.x).device)}
     return lambda _: evaluate(request.calls, values)
 

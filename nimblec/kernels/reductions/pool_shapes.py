@@ -44,7 +44,7 @@ class Pooling(Windows):
         return {**self._settings, "PIXEL_STRIDE": self.pixel_stride}
 
     def _extent(self, size: int, axis: int) -> int:
-        """The number of windows, as torch counts: a last one that begins in the padding at the end is left out.
+        """Return the number of windows, as torch counts: a last one that begins in the padding at the end is left out.
 
         aten/src/ATen/native/Pool.h, pooling_output_shape.
         """

@@ -47,13 +47,13 @@ def _is_worth_it(rewriter: Rewriter, node: fx.Node) -> bool:
 
 
 def _names(node: fx.Node) -> tuple[str, str | None]:
-    """The names of weight and bias."""
+    """Return the names of weight and bias."""
     assert isinstance(node.target, OpOverload)
     return LINEARS[node.target]
 
 
 def _weight(rewriter: Rewriter, node: fx.Node) -> Tensor | None:
-    """The weight as (outputs, inputs)."""
+    """Return the weight as (outputs, inputs)."""
     weight = rewriter.value(bound(node)[_names(node)[0]])
     return weight if weight is None or node.target is aten.linear.default else weight.t()
 
@@ -113,7 +113,7 @@ def _pad_outputs(rewriter: Rewriter, node: fx.Node, in_place: dict[int, Tensor])
 
 
 def _padded_in_place(rewriter: Rewriter, weight: Tensor, more: int) -> Tensor:
-    """The weight with rows of zeros appended; all constants in its memory become parts of the padded one."""
+    """Return the weight with rows of zeros appended; all constants in its memory become parts of the padded one."""
     padded = torch.cat([weight, weight.new_zeros((more, weight.shape[1]))])
     for constant in _sharing(rewriter, weight):
         value = rewriter.value(constant)
@@ -125,12 +125,12 @@ def _padded_in_place(rewriter: Rewriter, weight: Tensor, more: int) -> Tensor:
 
 
 def _is_own(rewriter: Rewriter, weight: Tensor) -> bool:
-    """Whether a single call reads the weight, so that a padded copy replaces it."""
+    """Return whether a single call reads the weight, so that a padded copy replaces it."""
     return sum(len(constant.users) for constant in _sharing(rewriter, weight)) == 1
 
 
 def _sharing(rewriter: Rewriter, weight: Tensor) -> list[fx.Node]:
-    """The constants that lie in the memory of the weight, itself included."""
+    """Return the constants that lie in the memory of the weight, itself included."""
     return [n for n in rewriter.graph.nodes if n.users and _lies_in(rewriter.value(n), weight)]
 
 
@@ -143,7 +143,7 @@ def _lies_in(value: Tensor | None, weight: Tensor) -> bool:
 
 
 def _as_argument(rewriter: Rewriter, node: fx.Node, weight: Tensor) -> fx.Node:
-    """A weight (outputs, inputs) in the order of axes that the call takes."""
+    """Return a weight (outputs, inputs) in the order of axes that the call takes."""
     return rewriter.constant(weight if node.target is aten.linear.default else weight.t(), at=node)
 
 

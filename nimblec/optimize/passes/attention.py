@@ -72,13 +72,13 @@ def _through(node: fx.Node, *targets: torch._ops.OpOverload) -> fx.Node:
 
 
 def _is_whole(weights: fx.Node, softmax: fx.Node) -> bool:
-    """Whether the weights have the rows and columns of the softmax, and the dtype of the scores."""
+    """Return whether the weights have the rows and columns of the softmax, and the dtype of the scores."""
     scores = _through(argument(softmax, 0), aten._to_copy.default)
     return fake(weights).shape[-2:] == fake(softmax).shape[-2:] and fake(weights).dtype == fake(scores).dtype
 
 
 def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
-    """One call further up."""
+    """Return one call further up."""
     node = found.product
     if is_call(node, *RESHAPES):
         source = argument(node, 0)
@@ -148,7 +148,7 @@ def _fits(scores: _Scores, node: fx.Node) -> bool:
 
 
 def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
-    """The call that replaces ``node``, the product with the values."""
+    """Return the call that replaces ``node``, the product with the values."""
     batch, heads = (1, *scores.shape)[-4:-2]
 
     def split(operand: fx.Node) -> fx.Node:
@@ -175,7 +175,7 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
 
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
-    """A node without its factor: exports multiply queries and keys each by the root of the scale."""
+    """Return a node without its factor: exports multiply queries and keys each by the root of the scale."""
     found = scaled(rewriter, node)
     if found is None or not is_like(found[0], node) or found[1] <= 0:
         return node, 1.0
@@ -183,7 +183,7 @@ def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
 
 
 def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The sum of the masks, if any, and whether a causal flag replaces it."""
+    """Return the sum of the masks, if any, and whether a causal flag replaces it."""
     if scores.hidden is not None:
         if is_causal(scores.hidden.logical_not(), scores.shape[-2:]):
             return None, True

@@ -42,12 +42,12 @@ def canonicalize_masks(module: fx.GraphModule) -> None:
 
 
 def _is_positive(scale: float | None) -> bool:
-    """Whether minus infinity stays so: kernels hide keys by the flag before they multiply by the scale."""
+    """Return whether minus infinity stays so: kernels hide keys by the flag before they multiply by the scale."""
     return scale is None or scale > 0
 
 
 def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """The value of a constant, or of calls on constants that were too large to fold; else None.
+    """Return the value of a constant, or of calls on constants that were too large to fold; else None.
 
     Axes along which it repeats, except for the last two, have length 1.
     """

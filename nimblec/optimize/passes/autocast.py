@@ -84,13 +84,13 @@ FILLS = _names("""
 
 
 def name(node: fx.Node) -> str:
-    """The operator of a call, with its namespace unless that is ATen's."""
+    """Return the operator of a call, with its namespace unless that is ATen's."""
     if not isinstance(node.target, OpOverload):
         return ""
     return str(node.target._schema.name).removeprefix("aten::")
 
 
 def is_single(node: fx.Node) -> bool:
-    """Whether a call runs in float32 only, as do all that are not ATen's: nothing is known of those."""
+    """Return whether a call runs in float32 only, as do all that are not ATen's: nothing is known of those."""
     operator = name(node)
     return operator in SINGLE or operator.startswith(SINGLE_FAMILIES) or "::" in operator

@@ -61,7 +61,7 @@ def _drop(rewriter: Rewriter, affine: ChannelAffine) -> None:
 
 
 def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """The changes by which ``node``, used once, is computed scaled and shifted; None where it cannot be."""
+    """Return the changes by which ``node``, used once, is computed scaled and shifted; None where it cannot be."""
     if only_user(node) is None:
         return None
     if is_call(node, aten.cat.default):
@@ -182,12 +182,12 @@ def _scale_second_axis(weight: Tensor, values: Tensor, groups: int) -> Tensor:
 
 
 def _is_plain(given: dict[str, Any]) -> bool:
-    """Whether a linear scales neither its bias nor its product."""
+    """Return whether a linear scales neither its bias nor its product."""
     return given.get("alpha", 1) == 1 and given.get("beta", 1) == 1
 
 
 def _shifted(old: Weights, shift: Tensor) -> Weights | None:
-    """The same weights, another bias."""
+    """Return the same weights, another bias."""
     bias = (old.bias.double() + shift).to(old.bias.dtype)
     return Weights(weight=old.weight, bias=bias) if bool(bias.isfinite().all()) else None
 

@@ -34,7 +34,7 @@ def free_biases(module: fx.GraphModule) -> None:
 
 
 def _adds(user: fx.Node) -> bool:
-    """Whether generated kernels compute a call; of a view, all its readers."""
+    """Return whether generated kernels compute a call; of a view, all its readers."""
     return all(map(_adds, user.users)) if is_view(user) else is_fusible(user)
 
 
@@ -51,7 +51,7 @@ def _free(rewriter: Rewriter, node: fx.Node, bias: Tensor, moved: dict[fx.Node, 
 
 
 def _moved(rewriter: Rewriter, node: fx.Node, user: fx.Node, bias: Tensor) -> Tensor | None:
-    """The bias that makes up in ``user``, a convolution, for ``node`` without its bias; None where none does."""
+    """Return the bias that makes up in ``user``, a convolution, for ``node`` without its bias; None where none does."""
     given = bound(user)
     weight, own = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     reads = [name for name, value in given.items() if value is node]
@@ -67,7 +67,7 @@ def _moved(rewriter: Rewriter, node: fx.Node, user: fx.Node, bias: Tensor) -> Te
 
 
 def _is_valid(user: fx.Node, given: dict[str, Any], weight: Tensor) -> bool:
-    """Whether no window of a convolution reads padding, which has no bias."""
+    """Return whether no window of a convolution reads padding, which has no bias."""
     return not given.get("transposed") and not any(given["padding"]) and fake(user).dim() == weight.dim()
 
 

@@ -51,7 +51,7 @@ def join_branches(module: fx.GraphModule) -> None:
 
 
 def _joined(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
-    """The convolution that computes the sum ``node``; None where none does, or rounding would lose too much."""
+    """Return the convolution that computes the sum ``node``; None where none does, or rounding would lose too much."""
     terms, signs = node.args[:2], (1, _SIGNS[node.target])  # type: ignore[index]
     is_broadcast = not all(isinstance(term, fx.Node) and is_like(term, node) for term in terms)
     if is_broadcast or node.kwargs.get("alpha", 1) != 1:
@@ -76,7 +76,7 @@ def _call(rewriter: Rewriter, like: _Branch, weights: Weights, *, at: fx.Node) -
 
 
 def _convolution(rewriter: Rewriter, node: Any) -> _Branch | None:
-    """A convolution with constant weights, read by one other call."""
+    """Return a convolution with constant weights, read by one other call."""
     if not is_call(node, CONVOLUTION) or only_user(node) is None:
         return None
     given = bound(node)
@@ -107,7 +107,7 @@ def _affine(rewriter: Rewriter, node: Any, like: _Branch) -> _Branch | None:
 
 
 def _embedded(small: _Branch, large: _Branch) -> Tensor | None:
-    """The weights of ``small``, padded with zeros to the kernel of ``large``; None where they do not fit."""
+    """Return the weights of ``small``, padded with zeros to the kernel of ``large``; None where they do not fit."""
     if small.images is not large.images:
         return None
     kernel, within = small.weights.weight.shape[2:], large.weights.weight.shape[2:]

@@ -80,100 +80,121 @@ class _Attempt:
     result: torch.dtype
 
 
-class _Caster:
-    """Casts the calls of one graph in order.
+class _Values:
+    """The values of one graph, and their casts.
 
-    ``_wide`` are float32 values whose readers take them in float32; other values may be in float32 too,
-    but are read in half precision. ``_masks`` are added to scores of an attention; ``_huge`` may hold
-    finite numbers beyond the range of half precision. ``_before`` are the dtypes that the model gave to
-    the results of a node.
+    ``before`` are the dtypes that the model gave to the results of a node. ``wide`` are float32 values whose readers
+    take them in float32; other values may be in float32 too, but are read in half precision. ``masks`` are added to
+    the scores of an attention; ``huge`` may hold finite numbers beyond the range of half precision. ``casts`` are
+    nodes by the node that they cast, and by dtype.
     """
 
     def __init__(self, module: fx.GraphModule, dtype: torch.dtype) -> None:
         self.rewriter = Rewriter(module)
-        self._half = dtype
-        self._most = torch.finfo(dtype).max
-        self._before = {node: dtypes_of(node.meta.get("val")) for node in module.graph.nodes}
-        self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.half = dtype
+        self.most = torch.finfo(dtype).max
+        self.before = {node: dtypes_of(node.meta.get("val")) for node in module.graph.nodes}
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.wide: set[fx.Node] = set()
+        self.masks = added_to_scores(module.graph)
+        self.huge = {node for node in self.masks if node.op == "placeholder"}
         self._rounded: dict[tuple[Any, ...], Tensor] = {}
-        self._kernels = Kernels(dtype)
-        self._wide: set[fx.Node] = set()
-        self._masks = added_to_scores(module.graph)
-        self._huge = {node for node in self._masks if node.op == "placeholder"}
 
-    def visit(self, node: fx.Node) -> None:
-        """Cast the arguments of a call to what it needs."""
-        if not isinstance(node.target, OpOverload):
-            self._visit_part(node)
-        elif not self._floats(node) and torch.float32 not in self._before[node]:
-            return
-        elif is_call(node, _TO) and torch.float32 not in self._before[node]:
-            self._visit_cast(node)
-        else:
-            self._rewrite(node, self._mode(node))
+    def floats(self, node: fx.Node) -> list[fx.Node]:
+        """Return the arguments that were float32 and depend on an input."""
+        return [n for n in node.all_input_nodes if n.op != "get_attr" and self.before[n] == (torch.float32,)]
 
-    def restore_outputs(self) -> None:
-        """Cast outputs back to the model's dtypes."""
-        output = self.rewriter.graph.output_node()
-        output.args = fx.map_arg(output.args, lambda n: self._as(n, self._before[n][0], output))
+    def constants(self, node: fx.Node) -> list[fx.Node]:
+        """Return the float32 constants among the arguments."""
+        return [n for n in node.all_input_nodes if n.op == "get_attr" and self.before[n] == (torch.float32,)]
 
-    def _floats(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments that were float32 and depend on an input."""
-        return [n for n in node.all_input_nodes if n.op != "get_attr" and self._before[n] == (torch.float32,)]
+    def is_rounded_first(self, node: fx.Node) -> bool:
+        """Return whether it is a mask, or hides scores as one does, and may be rounded to half precision."""
+        return node in self.masks or node in self.huge
 
-    def _constants(self, node: fx.Node) -> list[fx.Node]:
-        """The float32 constants among the arguments."""
-        return [n for n in node.all_input_nodes if n.op == "get_attr" and self._before[n] == (torch.float32,)]
+    def is_huge(self, value: Any) -> bool:
+        """Return whether a number or a constant holds finite numbers beyond the range of half precision."""
+        if isinstance(value, fx.Node):
+            constant = self.rewriter.value(value)
+            if constant is None or constant.dtype != torch.float32:
+                return value in self.huge
+            return bool(((constant.abs() > self.most) & constant.isfinite()).any())
+        return isinstance(value, float) and self.most < abs(value) < float("inf")
 
-    def _visit_part(self, node: fx.Node) -> None:
-        """Update one result of a call of several."""
-        whole, index = argument(node, 0), argument(node, 1)
-        node.meta["val"] = whole.meta["val"][index]
-        if whole in self._wide and fake(node).dtype == torch.float32:
-            self._wide.add(node)
+    def remember(self, node: fx.Node) -> None:
+        """Note that readers take the result in float32, and whether it may be huge."""
+        if torch.float32 in dtypes_of(node.meta["val"]):
+            self.wide.add(node)
+        keeps = is_tagged_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
+        if keeps and autocast.name(node) not in autocast.BOUNDS:
+            parts = tree_leaves((node.args, node.kwargs))
+            self.huge.update([node] if any(map(self.is_huge, parts)) else [])
 
-    def _visit_cast(self, node: fx.Node) -> None:
-        """Drop a cast of the model from float32 to another dtype, where the value exists in that dtype."""
-        source, dtype = argument(node, 0), fake(node).dtype
-        made = source if fake(source).dtype == dtype else self._casts.get((source, dtype), node)
-        if is_widened(source, dtype):
-            made = argument(source, 0)
-        if fake(made).stride() != fake(node).stride():
-            return
-        if made is not node:
-            node.replace_all_uses_with(made)
-            self.rewriter.graph.erase_node(node)
-        else:
-            self._casts[source, dtype] = node
+    def in_dtype(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
+        """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
+        if fake(node).dtype == dtype:
+            return node
+        if (node, dtype) not in self.casts:
+            made = self._cast(node, dtype, at)
+            made.meta["source"] = made.meta.get("source") if made in self.before else node.meta.get("source", "")
+            self.before.setdefault(made, (dtype,))
+            self.casts[node, dtype] = made
+        return self.casts[node, dtype]
 
-    def _mode(self, node: fx.Node) -> _Mode:
-        floats, name = self._floats(node), autocast.name(node)
+    def _cast(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
+        if (constant := self.rewriter.value(node)) is not None:
+            return self.rewriter.constant(self._round(constant), at=at)
+        if is_widened(node, dtype):
+            return argument(node, 0)  # what it was cast from
+        if is_call(node, aten.expand.default):  # fewer elements to cast
+            return self.rewriter.call(node.target, self.in_dtype(argument(node, 0), dtype, at), *node.args[1:], at=at)
+        if node in self.huge and dtype == self.half:
+            node = self.rewriter.call(aten.clamp.default, node, -self.most / 2, self.most / 2, at=at)
+        return self.rewriter.call(_TO, node, dtype=dtype, at=at)
+
+    def _round(self, constant: Tensor) -> Tensor:
+        """Return a constant in half precision; tied ones stay tied."""
+        key = (constant.data_ptr(), tuple(constant.shape), constant.stride())
+        if key not in self._rounded:
+            held = constant.clamp(-self.most / 2, self.most / 2)
+            too_large = (constant.abs() > self.most) & constant.isfinite()
+            self._rounded[key] = torch.where(too_large, held, constant).to(self.half)
+        return self._rounded[key]
+
+
+class _Modes:
+    """Chooses the precision of each call by its operator, and by what is known of its arguments and readers."""
+
+    def __init__(self, values: _Values) -> None:
+        self._values = values
+
+    def choose(self, node: fx.Node) -> _Mode:
+        """Return the precision in which a call runs."""
+        floats, name = self._values.floats(node), autocast.name(node)
         if self._is_single(node):
             return _Mode.SINGLE
         if name in autocast.HALF and not (name in autocast.OUTER and fake(argument(node, 0)).shape[-1] == 1):
             return _Mode.HALF
         if not floats:
             return self._mode_without_floats(node)
-        if all(n in self._wide for n in floats):
+        if all(n in self._values.wide for n in floats):
             return _Mode.SINGLE
-        if name not in autocast.JOINS and any(n in self._wide and not self._is_rounded_first(n) for n in floats):
+        if name not in autocast.JOINS and any(
+            n in self._values.wide and not self._values.is_rounded_first(n) for n in floats
+        ):
             return _Mode.JOINED
         return _Mode.HALF
-
-    def _is_rounded_first(self, node: fx.Node) -> bool:
-        """Whether it is a mask, or hides scores as one does, and may be rounded to half precision."""
-        return node in self._masks or node in self._huge
 
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
         """Of constants, integers and bools alone: look-ups run in half precision, arithmetic on integers in float32."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
         counted = is_tagged_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
-        looked_up = self._constants(node) and not counted
+        looked_up = self._values.constants(node) and not counted
         return _Mode.HALF if looked_up or autocast.name(node) in autocast.FILLS else _Mode.SINGLE
 
     def _is_single(self, node: fx.Node) -> bool:
-        """Whether a call runs in float32, whatever the precision of its arguments."""
+        """Return whether a call runs in float32, whatever the precision of its arguments."""
         return (
             autocast.is_single(node)
             or self._holds_other_floats(node)
@@ -186,8 +207,8 @@ class _Caster:
 
     def _holds_other_floats(self, node: fx.Node) -> bool:
         """Whether float64 or complex tensors are among its arguments and results; a single number does not count."""
-        dtypes = set(self._before[node])
-        dtypes.update(dtype for n in node.all_input_nodes for dtype in self._before[n] if rank_of(n))
+        dtypes = set(self._values.before[node])
+        dtypes.update(dtype for n in node.all_input_nodes for dtype in self._values.before[n] if rank_of(n))
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
 
     def _is_cast_by_author(self, node: fx.Node) -> bool:
@@ -196,8 +217,8 @@ class _Caster:
         return not is_call(node, _TO) or fake(argument(node, 0)).dtype != torch.bool  # half holds bools exactly
 
     def _is_copy_on_the_way(self, node: fx.Node) -> bool:
-        """Whether it copies, views or bounds a value still in float32, and all its readers take float32."""
-        floats = self._floats(node)
+        """Return whether it copies, views or bounds a value still in float32, and all its readers take float32."""
+        floats = self._values.floats(node)
         if not floats or any(fake(n).dtype != torch.float32 for n in floats):
             return False
         return (is_copy(node) or autocast.name(node) in autocast.BOUNDS) and all_users(node, self._takes_single)
@@ -208,21 +229,54 @@ class _Caster:
         return user.op == "output" or autocast.is_single(user) or is_call(user, _TO)
 
     def _makes_huge(self, node: fx.Node) -> bool:
-        """Whether it computes with numbers that half precision cannot hold, other than to hide or to bound."""
+        """Return whether it computes with numbers that half precision cannot hold, other than to hide or to bound."""
         name = autocast.name(node)
-        if name in autocast.PRODUCTS and any(self._is_huge(n) for n in self._constants(node)):
+        if name in autocast.PRODUCTS and any(self._values.is_huge(n) for n in self._values.constants(node)):
             return True
         numbers = [part for part in tree_leaves((node.args, node.kwargs)) if isinstance(part, float)]
-        return name not in autocast.FILLS | autocast.BOUNDS and any(map(self._is_huge, numbers))
+        return name not in autocast.FILLS | autocast.BOUNDS and any(map(self._values.is_huge, numbers))
 
-    def _is_huge(self, value: Any) -> bool:
-        """Whether a number or a constant holds finite numbers beyond the range of half precision."""
-        if isinstance(value, fx.Node):
-            constant = self.rewriter.value(value)
-            if constant is None or constant.dtype != torch.float32:
-                return value in self._huge
-            return bool(((constant.abs() > self._most) & constant.isfinite()).any())
-        return isinstance(value, float) and self._most < abs(value) < float("inf")
+
+class _Caster:
+    """Casts the calls of one graph in order."""
+
+    def __init__(self, module: fx.GraphModule, dtype: torch.dtype) -> None:
+        self._values = _Values(module, dtype)
+        self._modes = _Modes(self._values)
+        self._kernels = Kernels(dtype)
+        self.rewriter = self._values.rewriter
+
+    def visit(self, node: fx.Node) -> None:
+        """Cast the arguments of a call to what it needs."""
+        if not isinstance(node.target, OpOverload):
+            self._visit_part(node)
+        elif not self._values.floats(node) and torch.float32 not in self._values.before[node]:
+            return
+        elif is_call(node, _TO) and torch.float32 not in self._values.before[node]:
+            self._visit_cast(node)
+        else:
+            self._rewrite(node, self._modes.choose(node))
+
+    def _visit_part(self, node: fx.Node) -> None:
+        """Update one result of a call of several."""
+        whole, index = argument(node, 0), argument(node, 1)
+        node.meta["val"] = whole.meta["val"][index]
+        if whole in self._values.wide and fake(node).dtype == torch.float32:
+            self._values.wide.add(node)
+
+    def _visit_cast(self, node: fx.Node) -> None:
+        """Drop a cast of the model from float32 to another dtype, where the value exists in that dtype."""
+        source, dtype = argument(node, 0), fake(node).dtype
+        made = source if fake(source).dtype == dtype else self._values.casts.get((source, dtype), node)
+        if is_widened(source, dtype):
+            made = argument(source, 0)
+        if fake(made).stride() != fake(node).stride():
+            return
+        if made is not node:
+            node.replace_all_uses_with(made)
+            self.rewriter.graph.erase_node(node)
+        else:
+            self._values.casts[source, dtype] = node
 
     def _rewrite(self, node: fx.Node, mode: _Mode) -> None:
         """Give a call the arguments of the first attempt that succeeds."""
@@ -233,25 +287,16 @@ class _Caster:
             if value is not None and self._is_as_wanted(node, value, attempt.result):
                 node.meta["val"] = value
                 if mode is _Mode.SINGLE and autocast.name(node) not in autocast.BOUNDED:
-                    self._remember(node)
+                    self._values.remember(node)
                 return
             node.args, node.kwargs = before
         where = node.meta.get("source") or "the model"
         raise UnsupportedModelError(
-            f"{node.target} in {where} supports neither {self._half} nor float32: compile it without --precision"
+            f"{node.target} in {where} supports neither {self._values.half} nor float32: compile it without --precision"
         )
 
-    def _remember(self, node: fx.Node) -> None:
-        """Note that readers take the result in float32, and whether it may be huge."""
-        if torch.float32 in dtypes_of(node.meta["val"]):
-            self._wide.add(node)
-        keeps = is_tagged_pointwise(node) or is_copy(node) or autocast.name(node) in autocast.JOINS
-        if keeps and autocast.name(node) not in autocast.BOUNDS:
-            parts = tree_leaves((node.args, node.kwargs))
-            self._huge.update([node] if any(map(self._is_huge, parts)) else [])
-
     def _infer(self, node: fx.Node) -> Any:
-        """The results of a call; None where it refuses its arguments."""
+        """Return the results of a call; None where it refuses its arguments."""
         try:
             value = self.rewriter.infer(node)
         except _REFUSALS:
@@ -259,10 +304,10 @@ class _Caster:
         return value if self._kernels.serve(node) else None
 
     def _is_as_wanted(self, node: fx.Node, value: Any, result: torch.dtype) -> bool:
-        """Whether results keep their shapes, and have the dtypes that the attempt expects."""
+        """Return whether results keep their shapes, and have the dtypes that the attempt expects."""
         if shapes_of(value) != shapes_of(node.meta["val"]):
             return False
-        pairs = list(zip(dtypes_of(value), self._before[node], strict=True))
+        pairs = list(zip(dtypes_of(value), self._values.before[node], strict=True))
         floats = [now for now, before in pairs if before == torch.float32]
         return (
             all(now == before for now, before in pairs if before != torch.float32)
@@ -271,32 +316,32 @@ class _Caster:
         )
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
-        """The attempts to make, in order."""
-        in_half = partial(self._as, dtype=self._half, at=node)
+        """Yield the attempts to make, in order."""
+        in_half = partial(self._values.in_dtype, dtype=self._values.half, at=node)
         if mode is _Mode.HALF:
-            yield self._attempt(node, self._half, lambda n: n if self._stays(node, n) else in_half(n))
-            yield self._attempt(node, self._half, in_half)
+            yield self._attempt(node, self._values.half, lambda n: n if self._stays(node, n) else in_half(n))
+            yield self._attempt(node, self._values.half, in_half)
         elif mode is _Mode.JOINED and is_tagged_pointwise(node):  # the kernel itself casts
-            yield self._attempt(node, torch.float32, lambda n: in_half(n) if self._is_rounded_first(n) else n)
+            yield self._attempt(node, torch.float32, lambda n: in_half(n) if self._values.is_rounded_first(n) else n)
         elif self._accumulates(node):
             yield _Attempt(node.args, {**node.kwargs, "dtype": torch.float32}, torch.float32)
-        yield self._attempt(node, torch.float32, lambda n: self._as(n, torch.float32, node))
+        yield self._attempt(node, torch.float32, lambda n: self._values.in_dtype(n, torch.float32, node))
 
     def _accumulates(self, node: fx.Node) -> bool:
-        """Whether a call itself sums half precision into float32."""
-        halves = any(fake(n).dtype == self._half for n in self._floats(node))
+        """Return whether a call itself sums half precision into float32."""
+        halves = any(fake(n).dtype == self._values.half for n in self._values.floats(node))
         return halves and autocast.name(node) in autocast.ACCUMULATIONS
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
         """Arguments that were float32 mapped by ``take``, and numbers clamped to what ``dtype`` can hold."""
-        most = self._most if autocast.name(node) in autocast.BOUNDS else self._most / 2
+        most = self._values.most if autocast.name(node) in autocast.BOUNDS else self._values.most / 2
 
         def argument(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return [argument(item) for item in value]
             if isinstance(value, fx.Node):
-                return take(value) if self._before.get(value) == (torch.float32,) else value
-            if dtype == self._half and isinstance(value, float) and self._is_huge(value):
+                return take(value) if self._values.before.get(value) == (torch.float32,) else value
+            if dtype == self._values.half and isinstance(value, float) and self._values.is_huge(value):
                 return max(-most, min(value, most))
             return dtype if value is torch.float32 else value
 
@@ -307,36 +352,10 @@ class _Caster:
         """Whether a constant stays in float32 beside half precision: parameters of batch norms, single numbers."""
         if argument.op != "get_attr":
             return False
-        is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._is_huge(argument)
+        is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._values.is_huge(argument)
         return is_number or autocast.name(node) in autocast.BATCH_NORMS
 
-    def _as(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
-        """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
-        if fake(node).dtype == dtype:
-            return node
-        if (node, dtype) not in self._casts:
-            made = self._cast(node, dtype, at)
-            made.meta["source"] = made.meta.get("source") if made in self._before else node.meta.get("source", "")
-            self._before.setdefault(made, (dtype,))
-            self._casts[node, dtype] = made
-        return self._casts[node, dtype]
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
-        if (constant := self.rewriter.value(node)) is not None:
-            return self.rewriter.constant(self._round(constant), at=at)
-        if is_widened(node, dtype):
-            return argument(node, 0)  # what it was cast from
-        if is_call(node, aten.expand.default):  # fewer elements to cast
-            return self.rewriter.call(node.target, self._as(argument(node, 0), dtype, at), *node.args[1:], at=at)
-        if node in self._huge and dtype == self._half:
-            node = self.rewriter.call(aten.clamp.default, node, -self._most / 2, self._most / 2, at=at)
-        return self.rewriter.call(_TO, node, dtype=dtype, at=at)
-
-    def _round(self, constant: Tensor) -> Tensor:
-        """A constant in half precision; tied ones stay tied."""
-        key = (constant.data_ptr(), tuple(constant.shape), constant.stride())
-        if key not in self._rounded:
-            held = constant.clamp(-self._most / 2, self._most / 2)
-            too_large = (constant.abs() > self._most) & constant.isfinite()
-            self._rounded[key] = torch.where(too_large, held, constant).to(self._half)
-        return self._rounded[key]
+    def restore_outputs(self) -> None:
+        """Cast outputs back to the model's dtypes."""
+        output = self.rewriter.graph.output_node()
+        output.args = fx.map_arg(output.args, lambda n: self._values.in_dtype(n, self._values.before[n][0], output))

@@ -83,7 +83,7 @@ def _lay_weights(rewriter: Rewriter, node: fx.Node) -> None:
 
 
 def _images(convolution: fx.Node) -> fx.Node:
-    """The images that a convolution, or its backward pass, reads."""
+    """Return the images that a convolution, or its backward pass, reads."""
     given = bound(convolution)
     images: fx.Node = given["input"] if "input" in given else given["self"]
     return images

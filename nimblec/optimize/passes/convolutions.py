@@ -41,7 +41,7 @@ def _fuse(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
 
 
 def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The fused call for the later convolution of a sum: the other term is computed before it."""
+    """Return the fused call for the later convolution of a sum: the other term is computed before it."""
     if not is_call(source, aten.add.Tensor):
         return None
     terms = [term for term in source.args[:2] if isinstance(term, fx.Node)]
@@ -60,7 +60,7 @@ def _fuse_residual(rewriter: Rewriter, relu: fx.Node, source: fx.Node) -> fx.Nod
 def _call_residual(
     rewriter: Rewriter, relu: fx.Node, given: dict[str, Any], z: fx.Node, alpha: float
 ) -> fx.Node | None:
-    """The fused call adds one bias: if the residual is a convolution too, its bias is added to the other one."""
+    """Return the fused call adds one bias: if the residual is a convolution too, its bias is added to the other one."""
     joined = _sum_of_biases(rewriter, given, z, alpha)
     if joined is not None:
         given = given | {"bias": rewriter.constant(joined, at=relu)}
@@ -115,7 +115,7 @@ def _call(
 
 
 def _serves(call: fx.Node, rewriter: Rewriter) -> bool:
-    """Whether the library has a kernel for the call, by trying it; always True without a device."""
+    """Return whether the library has a kernel for the call, by trying it; always True without a device."""
     if fake(call).device.type != "cuda":
         return True
     example = {node: _example(rewriter, node) for node in call.all_input_nodes}

@@ -27,7 +27,7 @@ def drop_copies(module: fx.GraphModule) -> None:
 
 
 def _seen(node: fx.Node) -> list[fx.Node] | None:
-    """The views of a copy in order, views of views too; None where another call may depend on its strides."""
+    """Return the views of a copy in order, views of views too; None where another call may depend on its strides."""
     found: list[fx.Node] = []
     todo = [node]
     while todo:

@@ -42,7 +42,7 @@ def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, str] | None:
 
 
 def _factors(rewriter: Rewriter, node: fx.Node) -> tuple[float, list[fx.Node]]:
-    """The number and the tensors that ``node`` is the product of."""
+    """Return the number and the tensors that ``node`` is the product of."""
     plain = scaled(rewriter, node)
     if plain is not None:
         x, factor = plain
@@ -59,7 +59,7 @@ def _inner_factors(rewriter: Rewriter, node: fx.Node) -> tuple[float, list[fx.No
 
 
 def _is_cubic(rewriter: Rewriter, node: fx.Node, x: fx.Node) -> bool:
-    """Whether ``node`` is ``sqrt(2 / pi) (x + 0.044715 x ** 3)``."""
+    """Return whether ``node`` is ``sqrt(2 / pi) (x + 0.044715 x ** 3)``."""
     outer = scaled(rewriter, node)
     if outer is None or not _near(outer[1], math.sqrt(2 / math.pi), x) or not is_call(outer[0], aten.add.Tensor):
         return False
@@ -83,5 +83,5 @@ def _is_multiple(rewriter: Rewriter, node: fx.Node, x: fx.Node, factor: float) -
 
 
 def _near(value: float, wanted: float, like: fx.Node) -> bool:
-    """Whether two numbers are equal within the precision of the dtype of ``like``."""
+    """Return whether two numbers are equal within the precision of the dtype of ``like``."""
     return abs(value - wanted) <= torch.finfo(fake(like).dtype).eps * wanted

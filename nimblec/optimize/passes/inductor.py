@@ -49,7 +49,7 @@ _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 
 
 def ops(extracts: Sequence[Extract]) -> dict[OpOverload, list[Extract]]:
-    """The regions by the op that computes them: equal regions share one.
+    """Return the regions by the op that computes them: equal regions share one.
 
     A region that Inductor refuses is left out.
     """
@@ -61,7 +61,7 @@ def ops(extracts: Sequence[Extract]) -> dict[OpOverload, list[Extract]]:
 
 
 def signature(extracted: Extract) -> str:
-    """A text that is equal for equal regions: calls, arguments, and dtypes, shapes and strides of the inputs."""
+    """Return a text that is equal for equal regions: calls, arguments, and dtypes, shapes and strides of the inputs."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in extracted.module.graph.nodes:
@@ -78,7 +78,7 @@ def _described(value: Tensor) -> str:
 
 
 def _name(extracted: Extract) -> str:
-    """The name of a region's op: equal for equal regions."""
+    """Return the name of a region's op: equal for equal regions."""
     text = signature(extracted) + repr(sorted(OPTIONS.items()))
     return f"{_title(extracted)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -130,7 +130,7 @@ def _kernels_in_background() -> Iterator[Callable[[], None]]:
 
 
 def _title(extracted: Extract) -> str:
-    """The names of a region's first calls, as Inductor names its kernels."""
+    """Return the names of a region's first calls, as Inductor names its kernels."""
     targets = [n.target for n in extracted.module.graph.nodes if isinstance(n.target, OpOverload) and not is_view(n)]
     names = dict.fromkeys(target._schema.name.partition("::")[2].strip("_") for target in targets)
     return "_".join(["fused", *list(names)[:4]])
@@ -184,7 +184,7 @@ def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor with the strides that were inferred: some calls, and generated code, lay out results otherwise.
+    """Return the tensor with the strides that were inferred: some calls, and generated code, lay out results otherwise.
 
     Strides of axes of length 1 do not matter, and cost no copy.
     """

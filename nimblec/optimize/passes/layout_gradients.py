@@ -28,7 +28,7 @@ def split_gradients(module: fx.GraphModule) -> None:
 
 
 def _alone(rewriter: Rewriter, node: fx.Node, place: int, *, at: fx.Node) -> fx.Node:
-    """A call that computes one of the gradients that ``node`` returns."""
+    """Return a call that computes one of the gradients that ``node`` returns."""
     given = bound(node)
     if place == _BIAS:
         dims = [dim for dim in range(given["grad_output"].meta["val"].dim()) if dim != 1]

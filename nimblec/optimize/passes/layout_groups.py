@@ -34,7 +34,7 @@ def lay_groups_contiguous(module: fx.GraphModule) -> None:
 
 
 def _is_slow(node: fx.Node) -> bool:
-    """Whether cuDNN computes a convolution faster contiguous than channels last."""
+    """Return whether cuDNN computes a convolution faster contiguous than channels last."""
     given = bound(node)
     weight = fake(given["weight"])
     made, read, *kernel = weight.shape[0] // given["groups"], *weight.shape[1:]

@@ -29,7 +29,7 @@ def join_linears(module: fx.GraphModule) -> None:
 
 
 def _has_own_weights(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether only this linear reads its weights: others would keep them, and store them twice."""
+    """Return whether only this linear reads its weights: others would keep them, and store them twice."""
     given = bound(node)
     weights = [given["mat2"]]
     if is_call(node, aten.addmm.default):

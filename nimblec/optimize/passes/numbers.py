@@ -30,11 +30,11 @@ def _commutes(node: fx.Node) -> bool:
 
 
 def _scalar(rewriter: Rewriter, argument: Any) -> float | None:
-    """The value of a constant without axes."""
+    """Return the value of a constant without axes."""
     value = rewriter.value(argument)
     return None if value is None or value.dim() else number(rewriter, argument)
 
 
 def _keeps_floats(node: fx.Node, argument: Any) -> bool:
-    """Whether the result has the floating-point dtype and the shape of one argument."""
+    """Return whether the result has the floating-point dtype and the shape of one argument."""
     return isinstance(argument, fx.Node) and fake(node).dtype.is_floating_point and is_like(argument, node)

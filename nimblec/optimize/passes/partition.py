@@ -51,7 +51,7 @@ class Extract:
 
 
 def partition(module: fx.GraphModule) -> tuple[Region, ...]:
-    """The regions of a graph, disjoint; contracting them all leaves the graph without a cycle."""
+    """Return the regions of a graph, disjoint; contracting them all leaves the graph without a cycle."""
     Rewriter(module).propagate()
     units = _units(module.graph)
     groups = _Groups(units)
@@ -65,7 +65,7 @@ def partition(module: fx.GraphModule) -> tuple[Region, ...]:
 
 
 def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
-    """Whether a call is of the forward pass, and its reader of the backward pass or the update."""
+    """Return whether a call is of the forward pass, and its reader of the backward pass or the update."""
     (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, reader))
     return kept.phase is Phase.FORWARD and kept.layer != LOSS and read.phase is not Phase.FORWARD
 
@@ -180,7 +180,7 @@ def _units(graph: fx.Graph) -> _Units:
 
 
 def makers(node: fx.Node) -> Iterator[fx.Node]:
-    """The calls, inputs and constants in whose memory the arguments of ``node`` lie."""
+    """Yield the calls, inputs and constants in whose memory the arguments of ``node`` lie."""
     for source in node.all_input_nodes:
         if is_view(source):
             yield from makers(source)
@@ -189,7 +189,7 @@ def makers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def whole(node: fx.Node) -> fx.Node:
-    """The call of several results of which ``node`` is one; any other node itself."""
+    """Return the call of several results of which ``node`` is one; any other node itself."""
     if node.target is operator.getitem and not is_view(node):
         call: fx.Node = argument(node, 0)
         return call
@@ -229,17 +229,17 @@ class _Groups:
                     self._reads[group] = (self._reads[group] & ~(1 << b)) | (1 << a)
 
     def all(self) -> Iterable[list[int]]:
-        """The units of each group in order, groups by their first unit."""
+        """Return the units of each group in order, groups by their first unit."""
         return sorted(self._members.values())
 
     def _between(self, a: int, b: int) -> bool:
-        """Whether ``b`` depends on ``a`` through a third group."""
+        """Return whether ``b`` depends on ``a`` through a third group."""
         through = _union(self._before, self._reads[b] & ~(1 << a))
         return bool(through >> a & 1)
 
 
 def _union(sets: list[int], chosen: int) -> int:
-    """The union of the sets whose bits are set in ``chosen``."""
+    """Return the union of the sets whose bits are set in ``chosen``."""
     union = 0
     while chosen:
         low = chosen & -chosen
@@ -249,7 +249,7 @@ def _union(sets: list[int], chosen: int) -> int:
 
 
 def _read_outside(region: Region) -> Iterator[fx.Node]:
-    """The results of a region, or parts of them, that are read outside, directly or through a view."""
+    """Yield the results of a region, or parts of them, that are read outside, directly or through a view."""
     inside = frozenset(region.calls)
     for call in region.calls:
         parts = [user for user in call.users if user.target is operator.getitem] or [call]

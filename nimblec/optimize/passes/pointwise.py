@@ -22,7 +22,7 @@ def linear_convolutions(module: fx.GraphModule) -> None:
 
 
 def _is_linear(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether each pixel of the result is a linear function of one pixel alone."""
+    """Return whether each pixel of the result is a linear function of one pixel alone."""
     given = bound(node)
     weight, x = rewriter.value(given["weight"]), fake(given["input"])
     return (
@@ -38,7 +38,7 @@ def _is_linear(rewriter: Rewriter, node: fx.Node) -> bool:
 
 
 def _linear(rewriter: Rewriter, node: fx.Node, rows: fx.Node) -> fx.Node:
-    """The convolution ``node`` of ``rows`` (pixels, channels)."""
+    """Return the convolution ``node`` of ``rows`` (pixels, channels)."""
     given = bound(node)
     weight = rewriter.value(given["weight"])
     assert weight is not None

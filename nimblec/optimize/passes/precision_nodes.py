@@ -16,22 +16,22 @@ aten = torch.ops.aten
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a call returns the numbers of its argument, possibly in another order or shape."""
+    """Return whether a call returns the numbers of its argument, possibly in another order or shape."""
     return node.op == "call_function" and (views(node) is not None or autocast.name(node) == "clone")
 
 
 def is_square(node: fx.Node) -> bool:
-    """Whether a call multiplies a tensor by itself."""
+    """Return whether a call multiplies a tensor by itself."""
     return is_call(node, aten.mul.Tensor) and argument(node, 0) is argument(node, 1)
 
 
 def all_users(node: fx.Node, holds: Callable[[fx.Node], bool]) -> bool:
-    """Whether a node has users, and ``holds`` is true of each."""
+    """Return whether a node has users, and ``holds`` is true of each."""
     return bool(node.users) and all(holds(user) for user in node.users)
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers; bools are none."""
+    """Return whether a tensor holds integers; bools are none."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
@@ -40,22 +40,22 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes of the tensors that a call returned."""
+    """Return the dtypes of the tensors that a call returned."""
     return tuple(tensor.dtype for tensor in _tensors(value))
 
 
 def shapes_of(value: Any) -> list[torch.Size]:
-    """The shapes of the tensors that a call returned."""
+    """Return the shapes of the tensors that a call returned."""
     return [tensor.shape for tensor in _tensors(value)]
 
 
 def rank_of(node: fx.Node) -> int:
-    """The highest rank of the tensors that a call returned."""
+    """Return the highest rank of the tensors that a call returned."""
     return max((tensor.dim() for tensor in _tensors(node.meta["val"])), default=0)
 
 
 def is_widened(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether ``node`` only casts from ``dtype`` to float32."""
+    """Return whether ``node`` only casts from ``dtype`` to float32."""
     if not is_call(node, aten._to_copy.default) or fake(node).dtype != torch.float32:
         return False
     source = fake(argument(node, 0))
@@ -70,7 +70,7 @@ class Kernels:
         self._served: dict[tuple[Any, ...], bool] = {}
 
     def serve(self, node: fx.Node) -> bool:
-        """Whether the device computes a call in the dtypes of its arguments, tried on zeros."""
+        """Return whether the device computes a call in the dtypes of its arguments, tried on zeros."""
         key = node.target, tuple(dtypes_of(n.meta["val"]) for n in node.all_input_nodes)
         if all(self._half not in dtypes for dtypes in key[1]):
             return True
@@ -93,7 +93,7 @@ def _can_be_called(node: fx.Node) -> bool:
 
 
 def _zeros(value: Any) -> Any:
-    """A real tensor of zeros like a fake one."""
+    """Return a real tensor of zeros like a fake one."""
     if isinstance(value, (list, tuple)):
         return [_zeros(part) for part in value]
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
@@ -103,7 +103,7 @@ _ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tens
 
 
 def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
-    """The terms of sums that a softmax is taken of, and the masks of attention calls, through views."""
+    """Return the terms of sums that a softmax is taken of, and the masks of attention calls, through views."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if autocast.name(node) in autocast.SOFTMAXES and is_call(scores := owner(node.args[0]), aten.add.Tensor):
@@ -114,6 +114,6 @@ def added_to_scores(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """The arguments of a sum or product, and of a view."""
+    """Return the arguments of a sum or product, and of a view."""
     terms: tuple[Any, ...] = node.args[:2] if is_call(node, *_ARITHMETIC) else (views(node),)
     return [term for term in terms if isinstance(term, fx.Node)]

@@ -39,7 +39,7 @@ def join_batches(module: fx.GraphModule) -> None:
 
 
 def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
-    """Whether ``call`` multiplies rows by ``constant``, and one matrix of all rows costs no further copy.
+    """Return whether ``call`` multiplies rows by ``constant``, and one matrix of all rows costs no further copy.
 
     Either the rows lie in memory as one matrix, or neither of their last two axes has stride 1, so that
     ``bmm`` copies them too (aten/src/ATen/native/cuda/Blas.cpp of PyTorch).
@@ -52,7 +52,7 @@ def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
 
 
 def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
-    """The matrix (k, n) that a constant (batch, k, n) repeats bit for bit, in memory of its own; else None."""
+    """Return the matrix (k, n) that a constant (batch, k, n) repeats bit for bit, in memory of its own; else None."""
     value = rewriter.value(constant)
     if value is None or value.dtype not in _BITS or not value.numel():
         return None
@@ -63,7 +63,7 @@ def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
 
 
 def _product(rewriter: Rewriter, call: fx.Node, matrix: fx.Node) -> fx.Node:
-    """All rows times ``matrix``, as the batch that ``call`` returns."""
+    """Return all rows times ``matrix``, as the batch that ``call`` returns."""
     x = bound(call)["self"]
     batch, rows, depth = fake(x).shape
     joined = rewriter.call(aten.reshape.default, x, [batch * rows, depth], at=call)

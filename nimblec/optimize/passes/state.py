@@ -117,7 +117,7 @@ def _hold(module: fx.GraphModule, slot: StateSlot) -> None:
 
 
 def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, StateSlot]) -> fx.Node:
-    """The next value of a tensor, without the copy that made it an output; a copy of other state is kept."""
+    """Return the next value of a tensor, without the copy that made it an output; a copy of other state is kept."""
     assert slot.output is not None
     value = outputs_of(module)[slot.output]
     while is_call(value, aten.clone.default) and owner(argument(value, 0)) not in state:
@@ -126,7 +126,7 @@ def _next_value(module: fx.GraphModule, slot: StateSlot, state: dict[fx.Node, St
 
 
 def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx.Node]:
-    """The calls that may write the state in place, in order; the last one makes its next value."""
+    """Return the calls that may write the state in place, in order; the last one makes its next value."""
     if slot.output is None:
         return []
     found: list[fx.Node] = []
@@ -146,7 +146,7 @@ def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx
 
 
 def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
-    """Whether a call computes each element of the next value from the element that it replaces."""
+    """Return whether a call computes each element of the next value from the element that it replaces."""
     if not isinstance(call.target, OpOverload) or torch.Tag.pointwise not in call.target.tags:
         return False
     others = [node for node in call.all_input_nodes if node is not state]
@@ -161,7 +161,7 @@ def _is_pointwise_over(call: fx.Node, state: fx.Node) -> bool:
 
 
 def _in_place(target: OpOverload) -> OpOverload | None:
-    """The in-place form of a call, which writes over its first argument; None where there is none."""
+    """Return the in-place form of a call, which writes over its first argument; None where there is none."""
     if target in _ROWS:
         return _ROWS[target]
     packet = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)

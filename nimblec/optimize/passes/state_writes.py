@@ -71,7 +71,7 @@ def _is_apart(
 
 
 def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[fx.Node]:
-    """A state and what calls compute from it, other than from its next value."""
+    """Return a state and what calls compute from it, other than from its next value."""
 
     def made(node: fx.Node) -> list[fx.Node]:
         return _among((user for user in node.users if user is not value and not _keeps_statistics(user)), calls)
@@ -80,7 +80,7 @@ def _made_of(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> set[f
 
 
 def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node]) -> bool:
-    """Whether a region computes pointwise with a state, and only broadcasts it where that is for each channel.
+    """Return whether a region computes pointwise with a state, and only broadcasts it where that is for each channel.
 
     Torch 2.11 fuses a loop that writes state with one that reads it in another order, and reads a view of a value
     on the way to the next value after the state was written over.
@@ -101,17 +101,17 @@ def _is_read_in_place(state: fx.Node, value: fx.Node, calls: frozenset[fx.Node])
 
 
 def _among(nodes: Iterable[fx.Node], calls: frozenset[fx.Node]) -> list[fx.Node]:
-    """The nodes that are views, or results of these calls."""
+    """Return the nodes that are views, or results of these calls."""
     return [node for node in nodes if is_view(node) or whole(node) in calls]
 
 
 def _keeps_statistics(call: fx.Node) -> bool:
-    """Whether it is a batch norm in training: each statistic it reads is used for its own next value only."""
+    """Return whether it is a batch norm in training: each statistic it reads is used for its own next value only."""
     return call.target is _BATCH_NORM and bool(bound(call)["training"])
 
 
 def _computes(value: fx.Node) -> bool:
-    """Whether each element of a next value is computed, not copied from elsewhere."""
+    """Return whether each element of a next value is computed, not copied from elsewhere."""
     target = whole(value).target
     assert isinstance(target, OpOverload)
     if target is _BATCH_NORM:
@@ -140,7 +140,7 @@ class _Order:
             self._after[self._numbers[before]].add(self._numbers[after])
 
     def region(self, value: fx.Node) -> int | None:
-        """The number of the region that computes a value, if any; None for a view."""
+        """Return the number of the region that computes a value, if any; None for a view."""
         if is_view(value):
             return None
         number = self._numbers.get(whole(value), self._regions)

@@ -19,7 +19,7 @@ def merge_equal_calls(module: fx.GraphModule) -> None:
 
 
 def _key(module: fx.GraphModule, node: fx.Node) -> Any:
-    """A key that is equal for nodes of equal value; None for nodes that must not be merged."""
+    """Return a key that is equal for nodes of equal value; None for nodes that must not be merged."""
     if node.op == "get_attr":
         return "constant", _identity(constant_of(module, node))
     if node.op != "call_function" or not is_pure(node):

@@ -53,7 +53,7 @@ def _has_fitting_bias(rewriter: Rewriter, node: fx.Node, weight: Tensor) -> bool
 
 
 def _blocks(rewriter: Rewriter, node: fx.Node) -> fx.Node:
-    """The result of ``node`` from its blocks: pixel after pixel if channels last, else channel after channel."""
+    """Return the result of ``node`` from its blocks: pixel after pixel if channels last, else channel after channel."""
     given = bound(node)
     image, weight = fake(given["input"]), fake(given["weight"])
     (batch, channels, *size), kernel = fake(node).shape, weight.shape[2:]
@@ -68,7 +68,7 @@ def _blocks(rewriter: Rewriter, node: fx.Node) -> fx.Node:
 
 
 def _pixels(rewriter: Rewriter, node: fx.Node, order: tuple[int, int, int]) -> fx.Node:
-    """A 1x1 convolution from pixels to blocks, whose (channels, rows, columns) have this order of the axes."""
+    """Return a 1x1 convolution from pixels to blocks, whose (channels, rows, columns) have this order of the axes."""
     given = bound(node)
     weight, bias = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     assert weight is not None

@@ -62,7 +62,7 @@ class DeviceArray:
 
 
 def place(value: Any) -> tuple[str, int] | None:
-    """The device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array.
+    """Return the device of an array: ("cuda", ordinal) or ("cpu", 0); None for other devices, and for what is no array.
 
     Raises InputError where its library refuses.
     """
@@ -79,13 +79,13 @@ def place(value: Any) -> tuple[str, int] | None:
 
 
 def is_negated(value: Any) -> bool:
-    """Whether it is a negated view of PyTorch: its memory holds the opposite numbers, and DLPack does not tell."""
+    """Return whether PyTorch negates a view lazily: its memory holds the opposite numbers."""
     asked = getattr(value, "is_neg", None)
     return asked is not None and bool(asked())
 
 
 def at_once(value: Any) -> "DeviceArray | None":
-    """An array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
+    """Return an array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
 
     Raises InputError where the library refuses.
     """
@@ -104,12 +104,12 @@ def _not_exported(exc: Exception) -> InputError:
 
 
 def _first_line(exc: Exception) -> str:
-    """What an exception says, without the stack of C++ calls that PyTorch adds."""
+    """Return an exception's message without the stack of C++ calls that PyTorch adds."""
     return str(exc).partition("\n")[0]
 
 
 def from_host(value: Any) -> np.ndarray:
-    """A numpy array over another library's array in host memory. Raises InputError where numpy cannot read it."""
+    """Return a numpy array over another library's host array. Raises InputError where numpy cannot read it."""
     try:
         return np.from_dlpack(value)
     except dlpack.REFUSALS as exc:
@@ -117,7 +117,7 @@ def from_host(value: Any) -> np.ndarray:
 
 
 def take(value: Any, stream: int) -> DeviceArray:
-    """An array on a GPU, ready for later work on ``stream``. Raises InputError where its library refuses."""
+    """Return an array on a GPU, ready for later work on ``stream``. Raises InputError where its library refuses."""
     if isinstance(value, DeviceArray):
         return value
     if not hasattr(value, "__dlpack__"):
@@ -159,7 +159,7 @@ def _of_interface(interface: Any, owner: Any) -> DeviceArray:
 
 
 def _entry(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T]) -> _T:
-    """An entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
+    """Return an entry of the interface, read by ``read``. Raises InputError where it is missing or invalid."""
     if name not in interface:
         raise InputError(f"its __cuda_array_interface__ has no {name!r}, which version 3 requires")
     try:
@@ -224,7 +224,7 @@ class DeviceOutput:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule over the memory, which lives as long as the capsule or its consumer.
+        """Return a capsule over the memory, which lives as long as the capsule or its consumer.
 
         Raises BufferError where a copy or another device is asked for, as the array API standard says.
         """
@@ -256,7 +256,7 @@ class DeviceOutput:
         }
 
     def _given(self) -> DeviceArray:
-        """The array, for another library, whose work on it nobody waits for."""
+        """Return the array, for another library, whose work on it nobody waits for."""
         if (lent := self._array.owner) is not None:
             lent.is_shared = True
         return self._array

@@ -42,7 +42,7 @@ class Gather:
         return len(self.sizes) == 1 and self.strides == (1,)
 
     def parameters(self, to: int, source: int) -> bytes:
-        """The parameters of the kernels of layout.cu, for arrays at these addresses."""
+        """Return the parameters of the kernels of layout.cu, for arrays at these addresses."""
         room = (0,) * (MOST_AXES - len(self.sizes))
         return struct.pack(
             "<QQII8I8q", to, source, self.count, len(self.sizes), *self.sizes, *room, *self.strides, *room
@@ -50,7 +50,7 @@ class Gather:
 
 
 def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Gather | None:
-    """The gather that fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
+    """Return the gather that fills a tensor of strides ``to`` from one of strides ``source``, all in elements.
 
     None where the destination has gaps or overlaps, or the copy has more axes or elements than a kernel takes.
     """
@@ -71,7 +71,7 @@ def gather(shape: Sequence[int], to: Sequence[int], source: Sequence[int]) -> Ga
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
-    """Whether the elements have neither gaps nor overlaps, in any order of axes.
+    """Return whether the elements have neither gaps nor overlaps, in any order of axes.
 
     ``step`` is the stride of adjacent elements, 1 for strides in elements.
     """
@@ -83,7 +83,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> bool:
-    """Whether two elements may share memory. ``step`` is the stride of adjacent elements, as in `is_dense`."""
+    """Return whether two elements may share memory. ``step`` is the stride of adjacent elements, as in `is_dense`."""
     if 0 in shape:
         return False
     end = step
@@ -95,7 +95,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], step: int = 1) -> boo
 
 
 def has_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether bytes between the first and the last element belong to no element; strides are not negative."""
+    """Return whether bytes between the first and the last element belong to no element; strides are not negative."""
     end = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride > end:
@@ -105,7 +105,7 @@ def has_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def strided(memory: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """The tensor in these bytes, as a view with its strides."""
+    """Return the tensor in these bytes, as a view with its strides."""
     dtype = numpy_dtype(tensor.dtype)
     strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
     return np.ndarray(tensor.shape, dtype, buffer=memory, strides=strides)
@@ -127,18 +127,18 @@ def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_memory_order(array: np.ndarray) -> np.ndarray:
-    """A one-dimensional view of a dense array, in the order of its memory."""
+    """Return a one-dimensional view of a dense array, in the order of its memory."""
     return array.transpose(memory_order(array.strides)).reshape(-1)
 
 
 def spanned(array: np.ndarray, nbytes: int) -> np.ndarray:
-    """The ``nbytes`` that an array without negative strides spans."""
+    """Return the ``nbytes`` that an array without negative strides spans."""
     first = np.lib.stride_tricks.as_strided(array, (1,), (array.itemsize,)).view(np.uint8)
     return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,))
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
-    """The axes from the outermost to the innermost."""
+    """Return the axes from the outermost to the innermost."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
 
 
@@ -148,13 +148,13 @@ def element_strides(array: np.ndarray) -> tuple[int, ...]:
 
 
 def filling(tensor: Tensor) -> int:
-    """The padding value of an input: 0, or its least value where 0 is outside its range."""
+    """Return the padding value of an input: 0, or its least value where 0 is outside its range."""
     low, high = tensor.sample_range or (0, 0)
     return 0 if tensor.mask or low <= 0 <= high else low
 
 
 def head(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor cropped to ``shape``."""
+    """Return the tensor cropped to ``shape``."""
     return tensor if shape == tensor.shape else replace(tensor, shape=shape)
 
 
@@ -169,7 +169,7 @@ def place(view: np.ndarray, array: np.ndarray, fill: int) -> None:
 
 @cache
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a plan's dtype name; bfloat16 comes from ml_dtypes."""
+    """Return the numpy dtype of a plan's dtype name; bfloat16 comes from ml_dtypes."""
     if name not in ITEM_NBYTES:
         raise ValueError(f"dtype {name!r} is not one that a plan may name")
     if name == "bfloat16":

@@ -28,7 +28,7 @@ class PreparedCall(Protocol):
     def run_into(
         self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool, stream: int | None
     ) -> dict[str, Any]:
-        """As `run`, except for bound outputs and those written into arrays of ``out``, on a stream of the caller.
+        """Run as `run` does, except for bound outputs and those in ``out``, on a stream of the caller.
 
         With ``reuse_outputs`` they are views of memory that the next run overwrites.
         """

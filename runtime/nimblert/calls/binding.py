@@ -44,13 +44,11 @@ class Bindings:
 
     def __init__(self, signature: Signature) -> None:
         self.program: Program | None = None
-        self.changes = 0
-        """The number of times that a binding was made or ended."""
         self._signature = signature
         self._bound: dict[str, _Bound] = {}
 
     def check(self, name: str, value: Any, take: Take) -> Binding:
-        """The binding of an input or output to an array of the caller; None restores the plan's own memory.
+        """Return the binding of an input or output to an array of the caller; None restores the plan's own memory.
 
         Raises InputError where the array cannot be bound, or nothing is.
         """
@@ -100,11 +98,10 @@ class Bindings:
             bound[tensor.name] = _Bound(tensor, value, array, _watch(value, array))
         backend.bind(tensor, array)
         self._bound = bound
-        self.changes += 1
         self.program = program if bound else None
 
     def complete(self, arrays: Mapping[str, Any], take: Take) -> Mapping[str, Any]:
-        """The arrays of a run, bound inputs included; ``take`` has it wait for what still uses bound outputs.
+        """Return the arrays of a run, bound inputs included; ``take`` has it wait for what still uses bound outputs.
 
         Raises InputError where a bound input is also given, or a bound array has moved.
         """
@@ -119,7 +116,7 @@ class Bindings:
         return {**arrays, **self._side(Region.INPUT)}
 
     def outputs(self) -> dict[str, Any]:
-        """The bound outputs by name, as the caller's objects."""
+        """Return the bound outputs by name, as the caller's objects."""
         return self._side(Region.OUTPUT)
 
     def _side(self, region: Region) -> dict[str, Any]:
@@ -140,21 +137,17 @@ class Bindings:
             if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
-    def check_unchanged(self, changes: int) -> None:
-        """Raise InputError where there have been further ``changes``."""
-        if self.changes != changes:
-            raise InputError("an array was bound or given back while this call began: call again")
 
 
 def owned(where: str, value: Any, array: Array) -> Array:
-    """The array over the caller's value. Raises InputError for a number, which numpy copies."""
+    """Return the array over the caller's value. Raises InputError for a number, which numpy copies."""
     if isinstance(value, np.generic):
         raise InputError(f"{where}: got {value.dtype}, a number without memory of its own, expected an array")
     return array
 
 
 def _watch(value: Any, array: Array) -> Callable[[], bool]:
-    """A function that tells whether the caller's array is still where it is now."""
+    """Return a function that tells whether the caller's array is still where it is now."""
     if isinstance(array, DeviceArray):
         exchange = dlpack.exchange(value)
         return _stays(partial(_place, array)) if exchange is None else exchange.watch(value)
@@ -173,13 +166,13 @@ def _place(array: Array) -> _Place:
 
 
 def _overlap(tensor: Tensor, array: Array, other: Tensor, other_start: int) -> bool:
-    """Whether the array for a tensor shares memory with another tensor's at ``other_start``."""
+    """Return whether the array for a tensor shares memory with another tensor's at ``other_start``."""
     start = _address(array)
     return start < other_start + other.span_nbytes and other_start < start + tensor.span_nbytes
 
 
 def fills_memory(program: Program, tensor: Tensor) -> bool:
-    """Whether the INPUT or OUTPUT region of a tensor holds that tensor and nothing more."""
+    """Return whether the INPUT or OUTPUT region of a tensor holds that tensor and nothing more."""
     sizes = program.input_nbytes if tensor.pointer.region is Region.INPUT else program.output_nbytes
     return not tensor.pointer.offset and sizes[tensor.pointer.index] <= tensor.span_nbytes
 

@@ -32,14 +32,14 @@ class Signature:
         self._exact = {shapes_of(program.inputs): Served.exactly(program) for program in self.programs}
 
     def largest_input(self, name: str) -> Tensor:
-        """An input in the largest of its sizes. Raises InputError where there is none of this name."""
+        """Return an input in the largest of its sizes. Raises InputError where there is none of this name."""
         if name not in self._names:
             raise InputError(f"input {name!r}: not found, the entry has {list(self._names)}")
         sizes = [tensor for program in self.programs for tensor in program.inputs if tensor.name == name]
         return max(sizes, key=lambda tensor: tensor.span_nbytes)
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arrays by name, given those in the plan's order and those by name. InputError where they are too many."""
+        """Return all arrays by name, given some in the plan's order and some by name. Raises InputError."""
         names = self._names
         if len(args) == len(names) and not kwargs:
             return dict(zip(names, args, strict=False))
@@ -51,7 +51,7 @@ class Signature:
         return {**given, **kwargs}
 
     def check(self, arrays: Mapping[str, Any], take: Take) -> list[np.ndarray | DeviceArray]:
-        """The arrays of a call in the entry's order, given by input name; ``take`` is for those on a GPU.
+        """Return the arrays of a call in the entry's order, given by input name; ``take`` is for those on a GPU.
 
         Raises InputError for names and dtypes that are not the entry's.
         """
@@ -63,7 +63,7 @@ class Signature:
         return [checked_array("input", tensor, arrays[name], take) for name, tensor in expected.items()]
 
     def serve(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Served:
-        """The runs that serve arrays of these shapes. Raises InputError where there are none."""
+        """Return the runs that serve arrays of these shapes. Raises InputError where there are none."""
         shapes = tuple([array.shape for array in arrays])
         served = self._exact.get(shapes) or self._sizes.serve(shapes)
         if served is None:
@@ -78,7 +78,7 @@ class Signature:
         return None if served is None else served.last.program
 
     def serve_at_once(self, arrays: Sequence[np.ndarray | DeviceArray]) -> Program:
-        """The program that serves these arrays in one run. Raises InputError for shapes without one."""
+        """Return the program that serves these arrays in one run. Raises InputError for shapes without one."""
         served = self.serve(arrays)
         if served.count > 1:
             why = why_unserved(self.name, self.programs, tuple([array.shape for array in arrays]))
@@ -127,7 +127,7 @@ class Entry:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
-        """As a call of the context with this entry's name."""
+        """Call the context with this entry's name."""
         return self._call(args, kwargs)
 
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -148,7 +148,7 @@ def _wrong_names(expected: list[str], given: list[str]) -> str:
 
 
 def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    """The caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
+    """Return the caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
 
     Raises InputError for any other dtype, and for what is no array.
     """

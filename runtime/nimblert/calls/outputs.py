@@ -18,7 +18,7 @@ from nimblert.plan import ITEM_NBYTES, Program, Tensor
 
 
 def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
-    """The arrays of the caller for outputs, by name. Raises InputError where one cannot take its output."""
+    """Return the arrays of the caller for outputs, by name. Raises InputError where one cannot take its output."""
     outputs = {tensor.name: tensor for tensor in tensors}
     checked: dict[str, np.ndarray | DeviceArray] = {}
     for name, value in out.items():
@@ -49,7 +49,7 @@ def check_apart(taken: Mapping[str, np.ndarray | DeviceArray], program: Program,
 def written_into(
     array: np.ndarray | DeviceArray, program: Program, backend: Backend, but: str | None = None
 ) -> str | None:
-    """The name of an output that a run writes into memory of an array, if any ``but`` this one."""
+    """Return the name of an output that a run writes into memory of an array, if any ``but`` this one."""
     for tensor, on_host in zip(program.outputs, backend.outputs, strict=True):
         if tensor.name == but:
             continue
@@ -64,12 +64,12 @@ def written_into(
 
 
 def _step(array: np.ndarray | DeviceArray) -> int:
-    """The stride of adjacent elements."""
+    """Return the stride of adjacent elements."""
     return array.itemsize if isinstance(array, np.ndarray) else 1
 
 
 def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray) -> bool:
-    """Whether two arrays share bytes; on a GPU, whether the ranges from their lowest to their highest overlap."""
+    """Return whether two arrays share bytes; on a GPU, whether their address ranges overlap."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.shares_memory(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
@@ -78,7 +78,7 @@ def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray)
 
 
 def no_memory(exc: Exception) -> InputError:
-    """The error to raise where a new array for an output cannot be made."""
+    """Return the error to raise where a new array for an output cannot be made."""
     return InputError(f"outputs: a new array needs more memory than there is: {exc}: give one as out=")
 
 
@@ -137,7 +137,7 @@ def run_parts(
 
 
 def part(array: A, index: Index) -> A:
-    """A view of a part of an array."""
+    """Return a view of a part of an array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array[index])
     taken = [range(*of.indices(size)) for of, size in zip(index, array.shape, strict=True)]

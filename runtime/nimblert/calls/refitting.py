@@ -29,12 +29,12 @@ class Refit:
 
 
 def replaceable(plan: Plan) -> dict[str, Tensor]:
-    """The replaceable weights by name."""
+    """Return the replaceable weights by name."""
     return {tensor.name: tensor for refit in plan.refits for tensor in refit.inputs}
 
 
 def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
-    """The refits that replace these weights; ``take`` is for arrays on a GPU.
+    """Return the refits that replace these weights; ``take`` is for arrays on a GPU.
 
     Raises InputError where an array differs from its weight in dtype or shape, or where a constant is made of several
     weights and one of them is missing.
@@ -63,7 +63,7 @@ def _checked(weight: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray
 
 
 def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple[np.ndarray | DeviceArray | None, ...]:
-    """The arrays for the inputs of a refit. Raises InputError where one is missing that the plan does not hold."""
+    """Return the arrays for the inputs of a refit. Raises InputError where a folded weight is missing."""
     missing = [t.name for t in refit.inputs if t.pointer.region is not Region.WEIGHTS and t.name not in arrays]
     if missing:
         found = next(tensor.name for tensor in refit.inputs if tensor.name in arrays)
@@ -74,7 +74,7 @@ def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple
 
 
 def _is_counter(name: object) -> bool:
-    """Whether it is PyTorch's count of batches in a batch norm: in every state_dict, but used in training alone."""
+    """Return whether a name is PyTorch's batch counter of a batch norm, which only training uses."""
     return str(name).rpartition(".")[2] == "num_batches_tracked"
 
 
@@ -123,7 +123,7 @@ class Arrays(Mapping[str, np.ndarray]):
         return found
 
     def outline(self, key: str) -> np.ndarray:
-        """An array of the same dtype and shape, for checks: its contents are not read. Raises InputError, KeyError."""
+        """Return an array of the same dtype and shape, for checks, without reading it. Raises InputError, KeyError."""
         if key not in self._keys:
             raise KeyError(key)
         described = self._file.get_slice(key)

@@ -52,7 +52,7 @@ class Served:
 
     @classmethod
     def exactly(cls, program: Program) -> Self:
-        """One run of a program, on inputs of its own shapes."""
+        """Return one run of a program, on inputs of its own shapes."""
         part = Part(program, None)
         return cls(1, part, part, ((part, (), ()),), program.outputs)
 
@@ -120,13 +120,13 @@ class Sizes:
         return Served(count, first, last, kept, self._outputs(largest, sizes))
 
     def _cover(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None = None) -> Program | None:
-        """The smallest program for these sizes."""
+        """Return the smallest program for these sizes."""
         return next((p for p in self._programs if self._covers(p, shapes, sizes, split)), None)
 
     def _covers(
         self, program: Program, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None
     ) -> bool:
-        """Whether a program serves these sizes and the other axes; of dimension ``split`` it is a part."""
+        """Return whether a program serves these sizes and the other axes; of dimension ``split`` it is a part."""
         fits = dict(zip((name for name, _ in program.profile), program.fits, strict=False))
         for name, size in program.profile:
             given = sizes.get(name, size)
@@ -161,7 +161,7 @@ _SHOWN = 8
 
 
 def why_unserved(entry: str, programs: Sequence[Program], shapes: Shapes) -> str:
-    """What keeps every program of an entry from serving inputs of these shapes in one run, and what to give instead."""
+    """Explain why no program of an entry serves inputs of these shapes in one run, and what to give instead."""
     axes = Axes(programs)
     return (
         _wrong_shape(programs, axes, shapes)
@@ -172,7 +172,7 @@ def why_unserved(entry: str, programs: Sequence[Program], shapes: Shapes) -> str
 
 
 def _wrong_shape(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str | None:
-    """The first input with other axes than its programs have, or with another size where these have no dimension."""
+    """Describe the first input with a wrong number of axes, or a wrong size of an axis without a name."""
     for i, (shape, of) in enumerate(zip(shapes, axes.inputs, strict=True)):
         sizes = list(zip(*(program.inputs[i].shape for program in programs), strict=True))
         if len(shape) != len(of) or any(not d and n not in known for n, d, known in zip(shape, of, sizes, strict=True)):
@@ -183,7 +183,7 @@ def _wrong_shape(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str
 
 
 def _disagreement(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str | None:
-    """The first two axes of the same dimension and of different sizes."""
+    """Return the first two axes of the same dimension and of different sizes."""
     found: dict[str, tuple[int, str]] = {}
     for dimension, size, name, axis in _given(programs[0], axes, shapes):
         other, where = found.setdefault(dimension, (size, f"axis {axis} of input {name!r}"))
@@ -194,7 +194,7 @@ def _disagreement(programs: Sequence[Program], axes: Axes, shapes: Shapes) -> st
 
 
 def _wrong_size(entry: str, programs: Sequence[Program], axes: Axes, shapes: Shapes) -> str | None:
-    """The first dimension of a size that no program covers; if possible one that no call could be split along."""
+    """Describe the first dimension whose size no program covers, if possible one that cannot be split."""
     split: dict[str, str] = {}
     for dimension, size, name, axis in _given(programs[0], axes, shapes):
         fits = _fits(programs, dimension)
@@ -214,7 +214,7 @@ def _wrong_size(entry: str, programs: Sequence[Program], axes: Axes, shapes: Sha
 
 
 def _given(program: Program, axes: Axes, shapes: Shapes) -> Iterator[tuple[str, int, str, int]]:
-    """Each dimension, with its size, at each axis of each input: by the input's name, and the axis."""
+    """Yield each dimension, with its size, at each axis of each input: by the input's name, and the axis."""
     for (tensor, of), shape in zip(axes.of_inputs(program), shapes, strict=True):
         for axis, (dimension, size) in enumerate(zip(of, shape, strict=True)):
             if dimension is not None:
@@ -222,7 +222,7 @@ def _given(program: Program, axes: Axes, shapes: Shapes) -> Iterator[tuple[str, 
 
 
 def _fits(programs: Iterable[Program], dimension: str) -> dict[int, Fit]:
-    """The sizes of a dimension that there are programs for, and the best fit of those of each size."""
+    """Return the sizes of a dimension that there are programs for, and the best fit of those of each size."""
     found: dict[int, Fit] = {}
     for program in programs:
         sizes = dict(program.profile)
@@ -238,12 +238,12 @@ def _some(sizes: Iterable[int]) -> list[str]:
 
 
 def _listed(program: Program, shapes: Sequence[Shape]) -> str:
-    """The first inputs of a program with these shapes."""
+    """Return the first inputs of a program with these shapes."""
     return listed([f"{tensor.name!r}: {shape}" for tensor, shape in zip(program.inputs, shapes, strict=True)])
 
 
 def _profiles(programs: Sequence[Program]) -> str:
-    """The first programs, each by its profile and the shapes of its inputs."""
+    """Return the first programs, each by its profile and the shapes of its inputs."""
     texts = [f"{profile_text(p.profile)} ({_listed(p, [t.shape for t in p.inputs])})" for p in programs[:_SHOWN]]
     more = len(programs) - len(texts)
     return "; ".join(texts) + (f"; and {more} more" if more else "")

@@ -22,10 +22,10 @@ class Kept(Protocol):
     """The STATE region of one context."""
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes, as uint8."""
+        """Return a copy of ``nbytes`` bytes, as uint8."""
 
     def copy(self, tensor: Tensor) -> "DeviceOutput":
-        """A copy of a tensor in device memory. Raises InputError where the state is on the host."""
+        """Return a copy of a tensor in device memory. Raises InputError where the state is on the host."""
 
     def write(self, tensor: Tensor, array: Any) -> None:
         """Copy an array of the tensor's dtype and shape into the tensor."""
@@ -42,7 +42,7 @@ class Working(Protocol):
         """Its state; no run uses it now."""
 
     def take(self, value: Any, ordinal: int) -> "DeviceArray":
-        """An array of the caller on the GPU of this ordinal, ready to be read. Raises InputError where it cannot be."""
+        """Return an array of the caller on the GPU of this ordinal, ready to be read. Raises InputError."""
 
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Owner(Protocol):
     plan: Plan
 
     def between_runs(self, do: Callable[[Working], T]) -> T:
-        """What ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
+        """Return ``do`` of its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -91,7 +91,7 @@ class State(Mapping[str, np.ndarray]):
         return self._context.between_runs(lambda working: _content(working, tensor))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The tensor of this name, or else ``default``."""
+        """Return the tensor of this name, or else ``default``."""
         if name not in self:
             return default
         return self[name]
@@ -138,7 +138,7 @@ class State(Mapping[str, np.ndarray]):
         self._context.between_runs(write)
 
     def on_device(self, name: str) -> "DeviceOutput":
-        """A copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
+        """Return a copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
         return self._context.between_runs(lambda working: working.kept.copy(tensor))
 
@@ -158,7 +158,7 @@ class State(Mapping[str, np.ndarray]):
 
 
 def _number(tensor: Tensor, value: float) -> Any:
-    """A number of Python as a scalar of the tensor's dtype, if that holds such numbers; else as it is."""
+    """Return a number of Python as a scalar of the tensor's dtype, if that holds such numbers; else as it is."""
     dtype = numpy_dtype(tensor.dtype)
     kinds = "b" if isinstance(value, bool) else "iuf" if isinstance(value, int) else "f"
     if dtype.kind not in kinds or dtype.name != tensor.dtype:

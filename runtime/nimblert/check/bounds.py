@@ -16,7 +16,7 @@ Sizes: TypeAlias = Mapping[tuple[Region, int], int]
 
 
 def region_sizes(plan: Plan, program: Program) -> Sizes:
-    """The bytes of each region that a program may name."""
+    """Return the bytes of each region that a program may name."""
     return {
         (Region.ARENA, 0): program.arena_nbytes,
         (Region.WEIGHTS, 0): plan.weights_nbytes,
@@ -27,7 +27,7 @@ def region_sizes(plan: Plan, program: Program) -> Sizes:
 
 
 def under(path: str, sentences: Iterable[str]) -> Iterator[str]:
-    """The sentences, each preceded by the path of the record that it is about."""
+    """Return the sentences, each preceded by the path of the record that it is about."""
     return (f"{path}.{sentence}" for sentence in sentences)
 
 
@@ -133,5 +133,5 @@ def _cluster_problems(launch: Launch, kernel: Kernel) -> Iterator[str]:
 
 
 def _within(size: tuple[int, int, int], limit: tuple[int, int, int]) -> bool:
-    """Whether each of the three is from 1 to its limit."""
+    """Return whether each of the three is from 1 to its limit."""
     return 0 < size[0] <= limit[0] and 0 < size[1] <= limit[1] and 0 < size[2] <= limit[2]

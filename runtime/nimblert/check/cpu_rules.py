@@ -6,7 +6,7 @@ and writes. The accesses that the plan declares must be the same.
 
 from collections.abc import Collection, Iterator, Sequence
 
-from nimblert.check import in_place, onnx_rules
+from nimblert.check import onnx_operators, onnx_rules
 from nimblert.check.bounds import Sizes, array_problems, dense_nbytes, extent_problems, under
 from nimblert.check.onnx_model import Node, read_model
 from nimblert.check.protobuf import Budget
@@ -31,7 +31,7 @@ def kernels_problems(plan: Plan, limits: Limits) -> Iterator[str]:
         if first.setdefault(kernel.module, i) != i:
             yield f"{path}.module: {kernel.module} is the code of kernels[{first[kernel.module]}]"
         elif sound and 0 <= kernel.module < len(plan.modules):
-            yield from under(path, onnx_rules.problems(kernel, plan.modules[kernel.module], budget))
+            yield from under(path, onnx_rules.problems(kernel, plan.modules[kernel.module], budget, limits))
 
 
 def _parameters_problems(parameters: Sequence[Parameter], limits: Limits) -> Iterator[str]:
@@ -104,8 +104,8 @@ def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, 
 
 
 def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
-    """The operands that a launch may overwrite: their bytes, dtype and shape are its output's (see `in_place`)."""
-    if kernel.symbol not in in_place.OPERATORS or len(kernel.parameters) > 4:  # three operands and the output
+    """Return the operands that a launch may overwrite: their bytes, dtype and shape are its output's."""
+    if kernel.symbol not in onnx_operators.IN_PLACE or len(kernel.parameters) > 4:  # three operands and the output
         return set()
     bound = [
         (parameter, (pointer.region, pointer.index, pointer.offset, dense_nbytes(parameter.dtype, parameter.shape)))
@@ -117,8 +117,8 @@ def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
         there = [parameter for parameter, other in bound if other == place and parameter is not output]
         if there and all((p.dtype, p.shape) == (output.dtype, output.shape) for p in there):
             node = nodes[kernel.module]
-            may_overlap = node is not None and all(in_place.may_overlap(node, parameter.name) for parameter in there)
-            return {place} if may_overlap else set()
+            is_allowed = node is not None and all(onnx_operators.may_overlap(node, p.name) for p in there)
+            return {place} if is_allowed else set()
     return set()
 
 
@@ -127,7 +127,7 @@ def _places(accesses: Sequence[Access]) -> set[Place]:
 
 
 def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:
-    """A write of a launch overlaps none of its other accesses: kernels read while they write."""
+    """Yield a sentence for each write that overlaps another access of its launch: kernels read while they write."""
     # The end of the last bytes so far, for reads and for writes.
     ends: dict[bool, tuple[Region, int, int]] = {}
     for (region, index, start, nbytes), written in sorted([(p, False) for p in reads] + [(p, True) for p in writes]):

@@ -1,8 +1,9 @@
 """Divisions that end the process: of the least int32 or int64 by -1, which the processor answers with SIGFPE.
 
-ONNX Runtime's Div divides so in all versions, its Mod up to some version after 1.24. The operands of a kernel's node
-are compared before each run (`operands`, `check`), unless a constant excludes the case. Nothing can be compared in the
-body of a loop or branch, so a division of integers there needs such a constant (`problems`).
+ONNX Runtime's Div divides so in all versions, its Mod up to some version after 1.24. The operands of a kernel's only
+node are compared before each run (`operands`, `check`), unless a constant excludes the case. Nothing can be compared
+between the nodes of a kernel, nor in the body of a loop or branch, so a division of integers there needs such a
+constant (`problems`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,15 +32,17 @@ _OPERATORS = frozenset({"Div", "Mod"})
 _DTYPES: Mapping[int, np.dtype] = {6: np.dtype("<i4"), 7: np.dtype("<i8")}
 """The dtypes of these divisions, by TensorProto.DataType."""
 
+_ENDS_PROCESS = "where the least one by -1 would end the process: expected a constant divisor other than -1, or floats"
+
 _INTEGERS = frozenset({"ArgMax", "ArgMin", "SequenceLength", "Shape", "Size"})
 _ELEMENTS = frozenset({"ConcatFromSequence", "OptionalGetElement", "SequenceAt"})
 """The operators for bodies whose output may be int32 or int64 although no input is."""
 
 
 def operands(graph: Graph, parameters: Sequence[Parameter]) -> tuple[Operand, Operand] | None:
-    """Return dividend and divisor of the node of a kernel if some of their values end the process, else None."""
-    (node,) = graph.node
-    if not _divides(node):
+    """Return dividend and divisor of a kernel's only node if some of their values end the process, else None."""
+    node, *others = graph.node
+    if others or not _divides(node):
         return None
     bound = {parameter.name: parameter for parameter in parameters}
     known = {tensor.name or "": _of_constant(tensor) for tensor in graph.initializer if tensor.name not in bound}
@@ -58,29 +61,29 @@ def check(dividend: np.ndarray, divisor: np.ndarray) -> None:
         raise ValueError(f"{least} is divided by -1, and the result does not fit {dividend.dtype}")
 
 
-def problems(node: Node, constants: Sequence[TensorValue], types: Mapping[str, int]) -> Iterator[str]:
-    """Yield a sentence for each division in the bodies of a kernel's node that may end the process.
+def problems(nodes: Sequence[Node], constants: Sequence[TensorValue], types: Mapping[str, int]) -> Iterator[str]:
+    """Yield a sentence for each division that may end the process, and whose operands cannot be compared before a run.
 
-    ``constants`` are those of the model, and ``types`` the element types of all values that the node may read. All
-    other rules of the model must hold.
+    Such are those in bodies, and those of a kernel of several ``nodes``. ``constants`` are those of the model, and
+    ``types`` the element types of all values that the nodes may read. All other rules of the model must hold.
     """
-    if _bodies(node):
-        known = {name: _of_type(element_type) for name, element_type in types.items()}
-        yield from _in_bodies(node, known | {tensor.name or "": _of_constant(tensor) for tensor in constants})
+    known = {name: _of_type(element_type) for name, element_type in types.items()}
+    known |= {tensor.name or "": _of_constant(tensor) for tensor in constants}
+    for node in nodes:
+        yield from _in_bodies(node, known.copy()) if _bodies(node) else ()
+        if len(nodes) > 1 and _divides(node) and not _is_safe(node, known):
+            yield f"{node.op_type}: divides integers in a model of several nodes, {_ENDS_PROCESS}"
 
 
 def _in_bodies(node: Node, known: dict[str, _Known]) -> Iterator[str]:
-    """As `problems`, with what is known of the values; a body's own are added."""
+    """Yield `problems` of a node's bodies, given what is known of the values around them."""
     for body in _bodies(node):
         known |= {value.name or "": _declared(value) for value in body.input}
         known |= {tensor.name or "": _of_constant(tensor) for tensor in body.initializer}
         for inner in body.node:
             yield from _in_bodies(inner, known)
             if _divides(inner) and not _is_safe(inner, known):
-                yield (
-                    f"{inner.op_type}: divides integers in the body of a loop or branch, where the least one by -1 "
-                    "would end the process: expected a constant divisor other than -1, or floats"
-                )
+                yield f"{inner.op_type}: divides integers in the body of a loop or branch, {_ENDS_PROCESS}"
             known |= _outputs(inner, known)
 
 

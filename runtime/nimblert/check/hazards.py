@@ -30,7 +30,7 @@ class Order:
     rows: NDArray[np.int32]
 
     def before(self, early: NDArray[np.int64], late: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether ``early`` has ended when ``late`` starts, for each pair; ``early`` must have been issued first."""
+        """Return for each pair whether ``early``, which is issued first, has ended when ``late`` starts."""
         streams = self.stream[early]
         ordered: NDArray[np.bool_] = self.rows[self.row[late], streams] >= self.number[early]
         ordered |= streams == self.stream[late]
@@ -38,7 +38,7 @@ class Order:
 
 
 def order(commands: Sequence[Command]) -> Order:
-    """The order that streams and events impose on the ``commands`` of a verified program.
+    """Return the order that streams and events impose on the ``commands`` of a verified program.
 
     Programmatic edges count like others: a kernel that starts early waits before it reads or writes.
     """
@@ -187,7 +187,7 @@ class _Growing:
         self._missing = list(range(count + 1))  # a missing number leads to itself, others towards the next missing
 
     def first_missing(self, number: int) -> int:
-        """The first number from ``number`` on that is not in the set; ``count`` never is."""
+        """Return the first number from ``number`` on that is not in the set; ``count`` never is."""
         missing = self._missing
         while missing[number] != number:
             missing[number] = missing[missing[number]]
@@ -195,7 +195,7 @@ class _Growing:
         return number
 
     def first_present(self, number: int) -> int:
-        """The first number from ``number`` on that is in the set, or ``count``."""
+        """Return the first number from ``number`` on that is in the set, or ``count``."""
         count = len(self._missing) - 1
         while number < count and self._missing[number] == number:
             number += 1

@@ -133,13 +133,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Nodes in topological order, constants, inputs and outputs."""
+    """Nodes in topological order, constants, inputs, outputs, and the values between nodes."""
 
     node: tuple[Node, ...] = ()
     name: str | None = None
     initializer: tuple[TensorValue, ...] = ()
     input: tuple[Value, ...] = ()
     output: tuple[Value, ...] = ()
+    value_info: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +177,7 @@ _NUMBERED = {
         5: _many("initializer", TensorValue),
         11: _many("input", Value),
         12: _many("output", Value),
+        13: _many("value_info", Value),
     },
     Node: {
         1: _many("input", "text"),
@@ -238,5 +240,5 @@ def read_model(code: bytes, budget: Budget) -> Model:
 
 
 def write_model(model: Model) -> bytes:
-    """The code of a model, which `read_model` reads."""
+    """Return the code of a model, which `read_model` reads."""
     return write(model, _FIELDS)

@@ -1,21 +1,24 @@
 """The rules of the ONNX model of a CPU kernel, so that it is safe to load in ONNX Runtime.
 
 ONNX Runtime trusts much of a model: that the memory given for an initializer has its type and shape, that required
-inputs are present. So a kernel's model is one node, a valid call of an operator that `onnx_operators` lists; and the
-names, dtypes and shapes of its values are those of the kernel's parameters. A broken rule yields a sentence.
+inputs are present. So each node of a kernel's model is a valid call of an operator that `onnx_operators` lists; the
+names, dtypes and shapes of what the model reads and returns are those of the kernel's parameters, and the values
+between its nodes are declared. Whether their declared shapes are true is known when a session is opened
+(`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from nimblert.check import division, onnx_operators, onnx_trust
-from nimblert.check.bounds import MAX_RANK
+from nimblert.check.bounds import MAX_RANK, array_problems, dense_nbytes, under
 from nimblert.check.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
 from nimblert.check.onnx_operators import Formal
 from nimblert.check.onnx_trust import Call
 from nimblert.check.protobuf import Budget
 from nimblert.errors import PlanFormatError
 from nimblert.plan import ITEM_NBYTES, Kernel, Module, Parameter, ParameterKind
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 EXTERNAL_FILE = "weights"
 """The file named by an initializer that a parameter binds. It is always empty: ONNX Runtime uses the memory given for
@@ -50,7 +53,7 @@ _NARROW_BITS = {17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 2
 _STRING = 8  # TensorProto.STRING
 
 
-def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
+def problems(kernel: Kernel, module: Module, budget: Budget, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     """Yield a sentence for each rule that the model of ``kernel``, the code of ``module``, breaks.
 
     The model's fields are taken from ``budget``.
@@ -60,37 +63,50 @@ def problems(kernel: Kernel, module: Module, budget: Budget) -> Iterator[str]:
     except PlanFormatError as exc:
         yield f"model: {exc}"
         return
-    if model.graph is None or len(model.graph.node) != 1 or not 0 < (model.ir_version or 0) <= MAX_IR_VERSION:
-        yield "model: expected a graph of one node and an IR version"
+    graph = model.graph
+    if graph is None or not graph.node or not 0 < (model.ir_version or 0) <= MAX_IR_VERSION:
+        yield "model: expected a graph of nodes and an IR version"
         return
-    (node,) = model.graph.node
-    operator = _name(node)
-    if operator != kernel.symbol:
-        yield f"symbol: {kernel.symbol!r}, its model calls {operator!r}"
+    if symbol(graph.node) != kernel.symbol:
+        yield f"symbol: {kernel.symbol!r}, its model calls {symbol(graph.node)!r}"
     layout = module.origin.removeprefix(ORIGIN)
-    if (node.domain == NCHWC_DOMAIN) != layout.startswith(" nchwc"):
-        yield f"module: its origin is {module.origin!r}, for an operator of the domain {node.domain!r}"
-    yield from _opset_problems(model.opset_import, node)
-    yield from _signature_problems(model.graph, kernel.parameters)
+    is_blocked = any(node.domain == NCHWC_DOMAIN for node in graph.node)
+    if is_blocked != layout.startswith(" nchwc"):
+        domains = sorted({node.domain or "" for node in graph.node})
+        yield f"module: its origin is {module.origin!r}, for operators of the domains {domains}"
+    yield from _opset_problems(model.opset_import, graph.node)
+    yield from _signature_problems(graph, kernel.parameters)
     opsets = {opset.domain or "": opset.version or 0 for opset in model.opset_import}
-    broken = tuple(_graph_problems(model.graph, opsets, set(), inner=False))
+    # A shape of too many dimensions would take long to multiply.
+    broken = tuple(_inner_problems(graph, limits)) + tuple(_graph_problems(graph, opsets, set(), inner=False))
     yield from broken
-    yield from _type_problems(node, _types(model.graph, kernel.parameters), opsets)
-    if not broken:  # a shape of too many dimensions would take long to multiply
-        yield from onnx_trust.problems(operator, _call(model.graph, kernel.parameters))
-        embedded = [tensor for tensor in model.graph.initializer if tensor.data_location != _EXTERNAL]
-        yield from division.problems(node, embedded, _types(model.graph, kernel.parameters))
+    types = _types(graph, kernel.parameters)
+    for node in graph.node:
+        yield from _type_problems(node, types, opsets)
+    if not broken:
+        for operator, call in _calls(graph, kernel.parameters):
+            yield from onnx_trust.problems(operator, call)
+        embedded = [tensor for tensor in graph.initializer if tensor.data_location != _EXTERNAL]
+        yield from division.problems(graph.node, embedded, types)
+
+
+def symbol(nodes: Sequence[Node]) -> str:
+    """Return the symbol of a kernel: the operator of its node, or the first and the last of several."""
+    if len(nodes) == 1:
+        return _name(nodes[0])
+    return f"{nodes[0].op_type} to {nodes[-1].op_type} ({len(nodes)} ops)"
 
 
 def _name(node: Node) -> str:
-    """The operator with its domain, unless that is ONNX's own."""
+    """Return the operator with its domain, unless that is ONNX's own."""
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type or ""
 
 
-def _opset_problems(imports: Sequence[Opset], node: Node) -> Iterator[str]:
+def _opset_problems(imports: Sequence[Opset], nodes: Sequence[Node]) -> Iterator[str]:
     domains = [opset.domain or "" for opset in imports]
-    if sorted(domains) != sorted(_domains(node)):
-        yield f"model: imports operators of {domains}, its nodes are of {sorted(_domains(node))}"
+    called = sorted(set[str]().union(*map(_domains, nodes)))
+    if sorted(domains) != called:
+        yield f"model: imports operators of {domains}, its nodes are of {called}"
 
 
 def _domains(node: Node) -> set[str]:
@@ -102,8 +118,8 @@ def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterat
     """Inputs, outputs and initializers of the model are the parameters, in order."""
     external = [tensor for tensor in graph.initializer if tensor.data_location == _EXTERNAL]
     for kind, what, found in (
-        (ParameterKind.INPUT, "inputs", [_declared(value) for value in graph.input]),
-        (ParameterKind.OUTPUT, "outputs", [_declared(value) for value in graph.output]),
+        (ParameterKind.INPUT, "inputs", [declared(value) for value in graph.input]),
+        (ParameterKind.OUTPUT, "outputs", [declared(value) for value in graph.output]),
         (ParameterKind.INITIALIZER, "initializers", [_external(tensor) for tensor in external]),
     ):
         expected = [(p.name, p.dtype, p.shape) for p in parameters if p.kind == kind]
@@ -116,15 +132,46 @@ def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterat
         expected_entries = [("location", EXTERNAL_FILE), ("offset", "0"), ("length", str(nbytes))]
         if entries != expected_entries:
             yield f"model: initializer {tensor.name!r} is in {entries}, expected {expected_entries}"
-    if sorted(filter(None, graph.node[0].output)) != sorted(value.name or "" for value in graph.output):
-        yield "model: its outputs are not those of its node"
 
 
 def _external(tensor: TensorValue) -> tuple[str | None, str | None, tuple[int, ...]]:
     return tensor.name, _DTYPES.get(tensor.data_type or 0), tensor.dims
 
 
-def _declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | None]:
+def _inner_problems(graph: Graph, limits: Limits) -> Iterator[str]:
+    """Yield a sentence for each computed value that is neither an output nor declared between nodes."""
+    made = sorted(name for node in graph.node for name in node.output if name)
+    if made != sorted(value.name or "" for value in (*graph.output, *graph.value_info)):
+        yield "model: its outputs and declared values are not those that its nodes compute"
+        return
+    sizes: dict[str, int] = {}
+    for name, dtype, shape in map(declared, graph.value_info):
+        if dtype is None or shape is None:
+            yield f"model: value {name!r} has no declared dtype and shape"
+            return
+        yield from under(f"model: value {name!r}", array_problems(dtype, shape, limits.tensor_nbytes))
+        sizes[name or ""] = dense_nbytes(dtype, shape)
+    nbytes = _most_nbytes(graph.node, sizes)
+    if nbytes > limits.memory_nbytes:
+        limit = f"the limit is {limits.memory_nbytes}: raise it (nimblert.Limits) if you trust the plan"
+        yield f"model: the values between its nodes need {nbytes} bytes, {limit}"
+    for node in graph.node:
+        if len(graph.node) > 1 and any(attribute.g is not None for attribute in node.attribute):
+            yield f"{node.op_type}: has a body, and is not the only node of its model"
+
+
+def _most_nbytes(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
+    """Return the most bytes of values, of these ``sizes``, that are needed at a time, in the order of the nodes."""
+    last = {name: place for place, node in enumerate(nodes) for name in node.input}
+    kept = most = 0
+    for place, node in enumerate(nodes):
+        kept += sum(sizes.get(name, 0) for name in node.output)
+        most = max(most, kept)
+        kept -= sum(sizes.get(n, 0) for n in {*node.input, *node.output} if last.get(n, place) == place)
+    return most
+
+
+def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | None]:
     """Name, dtype and shape of an input or output; None for what is not declared."""
     tensor = value.type.tensor_type if value.type is not None else None
     if tensor is None:
@@ -135,22 +182,28 @@ def _declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | N
 
 
 def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int]:
-    """ONNX's element type of each value that the node of the model may read or write."""
+    """ONNX's element type of each value that the nodes of the model may read or write."""
     constants = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
-    return constants | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
+    inner = {name or "": ELEMENT_TYPES.get(dtype or "", 0) for name, dtype, _ in map(declared, graph.value_info)}
+    return constants | inner | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
 
 
-def _call(graph: Graph, parameters: Sequence[Parameter]) -> Call:
-    """The node of the model with the shapes of its inputs and outputs."""
-    (node,) = graph.node
-    shapes = {tensor.name: tensor.dims for tensor in graph.initializer} | {p.name: p.shape for p in parameters}
+def _calls(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[tuple[str, Call]]:
+    """Yield the operator of each node, and its call with the shapes of its inputs and outputs."""
+    shapes: dict[str | None, tuple[int, ...] | None] = {tensor.name: tensor.dims for tensor in graph.initializer}
+    shapes |= {name: shape for name, _, shape in map(declared, graph.value_info)}
+    shapes |= {p.name: p.shape for p in parameters}
     embedded = {tensor.name: tensor for tensor in graph.initializer if tensor.data_location != _EXTERNAL}
-    return Call(
-        attributes={attribute.name or "": attribute for attribute in node.attribute},
-        inputs=tuple(shapes.get(name) for name in node.input),
-        outputs=tuple(shapes.get(name) for name in node.output),
-        constant={place: embedded[name] for place, name in enumerate(node.input) if name in embedded},
-    )
+    for node in graph.node:
+        yield (
+            _name(node),
+            Call(
+                attributes={attribute.name or "": attribute for attribute in node.attribute},
+                inputs=tuple(shapes.get(name) for name in node.input),
+                outputs=tuple(shapes.get(name) for name in node.output),
+                constant={place: embedded[name] for place, name in enumerate(node.input) if name in embedded},
+            ),
+        )
 
 
 def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, int]) -> Iterator[str]:
@@ -165,7 +218,7 @@ def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, in
 
 
 def _graph_problems(graph: Graph, opsets: Mapping[str, int], known: set[str], *, inner: bool) -> Iterator[str]:
-    """The rules of a graph whose nodes may also read ``known``, the values of the graphs around it."""
+    """Yield the rules of a graph whose nodes may also read ``known``, the values of the graphs around it."""
     own = [*(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)]
     for name in own:
         yield from _definition_problems(name, known)
@@ -180,6 +233,8 @@ def _graph_problems(graph: Graph, opsets: Mapping[str, int], known: set[str], *,
     for value in graph.output:
         if value.name not in known:
             yield f"model: nothing gives its output {value.name!r}"
+    if inner and graph.value_info:
+        yield "model: a body declares values between its nodes, expected none"
     known.difference_update(own)  # not a copy for each body, of which there may be many
 
 
@@ -247,7 +302,7 @@ def _arity_problems(
 
 
 def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: set[str]) -> Iterator[str]:
-    """An attribute has a value of its type, and no other."""
+    """Yield a sentence unless an attribute has one value, of its type."""
     held = _ATTRIBUTE_FIELDS.get(attribute.type or 0, "")
     given = [name for name in _ATTRIBUTE_FIELDS.values() if getattr(attribute, name) not in (None, ())]
     if given not in ([held], []) or (held in ("f", "i", "s", "t", "g") and not given):
@@ -262,7 +317,7 @@ def _attribute_problems(attribute: Attribute, opsets: Mapping[str, int], known: 
 
 
 def _constant_problems(tensor: TensorValue) -> Iterator[str]:
-    """The data of a constant are as many as its shape has elements, in a field for its type."""
+    """Yield a sentence unless a constant has as much data as elements, in a field for its type."""
     if tensor.external_data or tensor.data_location or min(tensor.dims, default=0) < 0 or len(tensor.dims) > MAX_RANK:
         yield f"model: constant {tensor.name!r} of shape {tensor.dims} is not within the model"
         return
@@ -273,7 +328,7 @@ def _constant_problems(tensor: TensorValue) -> Iterator[str]:
 
 
 def _stored(element_type: int, count: int) -> tuple[dict[str, int], ...]:
-    """The fields that may hold the data of ``count`` elements, each with its number of items."""
+    """Return the fields that may hold the data of ``count`` elements, each with its number of items."""
     if element_type == _STRING:
         return ({"string_data": count},)
     if element_type in _NARROW_BITS:

@@ -29,20 +29,20 @@ class Call:
     constant: Mapping[int, TensorValue]
 
     def input(self, index: int) -> Shape | None:
-        """The shape of an input; None where the call leaves it out."""
+        """Return the shape of an input; None where the call leaves it out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     def integer(self, name: str, default: int = 0) -> int:
-        """An integer attribute."""
+        """Return an integer attribute."""
         attribute = self.attributes.get(name)
         return default if attribute is None or attribute.i is None else attribute.i
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of integers, empty where it is not there."""
+        """Return an attribute that is a list of integers, empty where it is not there."""
         return self.attributes[name].ints if name in self.attributes else ()
 
     def number(self, index: int) -> int | None:
-        """The value of an input that is one integer and part of the model; else None."""
+        """Return the value of an input that is one integer and part of the model; else None."""
         tensor = self.constant.get(index)
         if tensor is None or tensor.data_type not in _INTEGER_NBYTES or prod(tensor.dims) != 1:
             return None
@@ -103,7 +103,7 @@ def problems(operator: str, call: Call) -> Iterator[str]:
 
 
 def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
-    """Whether a call may be in the body of a loop or branch: it is safe for inputs of any shape.
+    """Return whether a call may be in the body of a loop or branch: it is safe for inputs of any shape.
 
     Concat is allowed, since loops build their results with it: it refuses tensors of different ranks itself, but ends
     the process where the first is empty, which cannot be foreseen in a body.
@@ -114,7 +114,7 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
 
 
 def _bias(weights: int, bias: int) -> Rule:
-    """A bias has one number for each filter; ``weights`` and ``bias`` are positions of inputs."""
+    """Require a bias of one number for each filter; ``weights`` and ``bias`` are positions of inputs."""
 
     def rule(call: Call) -> Iterator[str]:
         filters, given = call.input(weights), call.input(bias)
@@ -133,7 +133,7 @@ def _transposed_bias(call: Call) -> Iterator[str]:
 
 
 def _summand(index: int) -> Rule:
-    """The tensor that a convolution adds to its output has the output's shape."""
+    """Return the tensor that a convolution adds to its output has the output's shape."""
 
     def rule(call: Call) -> Iterator[str]:
         given = call.input(index)
@@ -149,7 +149,7 @@ def _batch_norm(call: Call) -> Iterator[str]:
 
 
 def _ranks(*allowed: str) -> Rule:
-    """The allowed numbers of dimensions of each input, one digit each."""
+    """Return the allowed numbers of dimensions of each input, one digit each."""
 
     def rule(call: Call) -> Iterator[str]:
         for place, (shape, digits) in enumerate(zip(call.inputs, allowed, strict=False)):
@@ -172,7 +172,7 @@ def _scales(*places: int) -> Rule:
 
 
 def _columns(*places: int) -> Rule:
-    """Both matrices have two dimensions or more; scales, zero points and bias are single, or one for each column."""
+    """Require matrices of two dimensions or more, and at ``places`` one number, or one for each column."""
 
     def rule(call: Call) -> Iterator[str]:
         left, right = call.input(0), call.input(1)
@@ -188,7 +188,7 @@ def _columns(*places: int) -> Rule:
 
 
 def _bias_of_columns(place: int) -> Rule:
-    """A bias has one number for each column of the second matrix."""
+    """Require a bias of one number for each column of the second matrix."""
 
     def rule(call: Call) -> Iterator[str]:
         right, given = call.input(1), call.input(place)

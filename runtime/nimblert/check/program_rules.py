@@ -118,7 +118,7 @@ def state_problems(plan: Plan) -> Iterator[str]:
 
 
 def _state_accesses(program: Program, *kinds: Callable[[Work], Iterable[Access]]) -> Iterator[tuple[int, Access]]:
-    """The accesses of these kinds, of each command of a program, by its index, to the state."""
+    """Yield the accesses of these kinds, of each command of a program, by its index, to the state."""
     for index, command in program.work:
         for access in chain.from_iterable(kind(command) for kind in kinds):
             if access.pointer.region is Region.STATE and access.nbytes > 0:
@@ -126,7 +126,7 @@ def _state_accesses(program: Program, *kinds: Callable[[Work], Iterable[Access]]
 
 
 def _state_tensor(state: Sequence[Weight], access: Access) -> Weight | None:
-    """The tensor of the state that an access lies in, if it lies in one."""
+    """Return the tensor of the state that an access lies in, if it lies in one."""
     start = access.pointer.offset
     index = bisect_right(state, start, key=lambda tensor: tensor.offset) - 1
     if index < 0:
@@ -141,7 +141,7 @@ def keeps_state(plan: Plan) -> bool:
 
 
 def writes_state(state: Sequence[Weight], program: Program) -> bool:
-    """Whether a run of a program changes what later runs read: tensors of the plan's ``state`` that have a name."""
+    """Return whether a run of a program writes a tensor of ``state`` that has a name."""
     if any(tensor.pointer.region is Region.STATE for tensor in program.inputs):
         return True
     found = (_state_tensor(state, access) for _, access in _state_accesses(program, writes))
@@ -221,7 +221,7 @@ _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
 
 
 def _whole(access: Access, plan: Plan, owners: _Owners) -> int | None:
-    """The index of the weight that has exactly these bytes, or None."""
+    """Return the index of the weight that has exactly these bytes, or None."""
     weight = owners.at.get(access.pointer.offset)
     return weight if weight is not None and plan.weights[weight].data.nbytes == access.nbytes else None
 
@@ -257,7 +257,7 @@ def _read_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> I
 
 
 def _accesses(refit: Program, *, written: bool) -> Iterator[tuple[str, Access]]:
-    """The writes or reads of the commands, each with its path in the plan."""
+    """Yield the writes or reads of the commands, each with its path in the plan."""
     of = writes if written else reads
     for i, command in refit.work:
         for access in of(command):

@@ -40,7 +40,7 @@ Fields = Mapping[type, Mapping[int, Field]]
 
 
 def by_tag(numbered: Mapping[type, Mapping[int, Field]]) -> Fields:
-    """The fields of each record class by tag, from those by number."""
+    """Return the fields of each record class by tag, from those by number."""
     return {
         record: {number << 3 | _wire_type(field): field for number, field in fields.items()}
         for record, fields in numbered.items()
@@ -70,7 +70,7 @@ def read(data: bytes, record: type, fields: Fields, budget: Budget) -> Any:
 
 
 def write(record: Any, fields: Fields) -> bytes:
-    """The canonical form of a message: `read(write(x))` is x, `write(read(data))` is data."""
+    """Return the canonical form of a message: `read(write(x))` is x, `write(read(data))` is data."""
     written = bytearray()
     for tag, field in sorted(fields[type(record)].items()):
         value = getattr(record, field.name)
@@ -161,7 +161,7 @@ class _Reader:
             raise PlanFormatError(f"protobuf: more fields by byte {at} than the limit for all models of a plan")
 
     def _value(self, field: Field, wire_type: int, at: int, end: int, depth: int) -> tuple[Any, int]:
-        """The value of a field and where it ends."""
+        """Return the value of a field and where it ends."""
         kind = field.kind
         if wire_type != _BYTES:
             return self._number(kind, at, end)
@@ -207,7 +207,7 @@ class _Reader:
         return value, at
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """An unsigned number of at most 64 bits in as few bytes as it needs, and where it ends."""
+        """Return an unsigned number of at most 64 bits in as few bytes as it needs, and where it ends."""
         if at < end and self._data[at] < 0x80:
             return self._data[at], at + 1
         value = shift = 0

@@ -211,7 +211,7 @@ def _tensor_problems(tensor: Tensor, scope: _Scope) -> Iterator[str]:
 
 
 def _sample_range_problems(dtype: str, low: int, high: int) -> Iterator[str]:
-    """The range holds integers of the tensor's dtype: golden runs draw from it, and padding writes its least one."""
+    """Yield a sentence unless the range holds integers of the dtype: golden runs and padding use it."""
     if not dtype.startswith(("int", "uint", "bool")):
         yield f"sample_range: {low} to {high}, expected none for {dtype}"
         return
@@ -256,7 +256,7 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:
-    """Each relocation is of 8 zero bytes of the parameters, and none overlap."""
+    """Yield a sentence unless relocations are of 8 zero bytes of the parameters each, and do not overlap."""
     for i, relocation in enumerate(launch.relocations):
         at = relocation.param_offset
         if launch.params[at : at + 8] != bytes(8):
@@ -297,7 +297,7 @@ def _memset_problems(memset: Memset, scope: _Scope) -> Iterator[str]:
 
 
 def _event_problems(program: Program) -> Iterator[str]:
-    """Each event is recorded once, and waited for only after that."""
+    """Yield a sentence for each event that is not recorded once, before it is waited for."""
     recorded: set[int] = set()
     for i, command in enumerate(program.commands):
         if isinstance(command, Record):
@@ -313,7 +313,7 @@ def _event_problems(program: Program) -> Iterator[str]:
 
 
 def _programmatic_problems(program: Program, plan: Plan) -> Iterator[str]:
-    """A programmatic edge runs from a launch to a launch."""
+    """Yield a sentence for each programmatic edge that does not run from a launch to a launch."""
     last: dict[int, Work] = {}
     for i, command in program.work:
         if isinstance(command, Launch) and command.programmatic:
@@ -335,7 +335,7 @@ def _golden_problems(golden: Golden, output_count: int) -> Iterator[str]:
 
 
 def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str]:
-    """Whether the record can be of this program; `nimblec verify` checks its claims."""
+    """Yield a sentence where the record cannot be of this program; `nimblec verify` checks its claims."""
     work_count = sum(1 for _ in program.work)
     yield from _policy_problems(record.policy)
     if any(before >= after for before, after in pairwise(record.antichain)):
@@ -350,21 +350,22 @@ def _schedule_problems(record: ScheduleRecord, program: Program) -> Iterator[str
     if not 0 <= record.fewest_sync_count <= work_count**2:
         yield f"fewest_sync_count: {record.fewest_sync_count}, more than pairs of work commands ({work_count**2})"
     for i, candidate in enumerate(record.candidates):
-        yield from under(f"candidates[{i}]", _candidate_problems(candidate, work_count))
+        # A launch of the CPU target may have several ops, which other schedules launch apart.
+        yield from under(f"candidates[{i}]", _candidate_problems(candidate, max(work_count, len(program.ops))))
 
 
-def _candidate_problems(candidate: Candidate, work_count: int) -> Iterator[str]:
+def _candidate_problems(candidate: Candidate, most: int) -> Iterator[str]:
     yield from _policy_problems(candidate.policy)
-    if not 0 <= candidate.stream_count <= max(1, work_count):
-        yield f"stream_count: {candidate.stream_count}, more than the {work_count} launches, copies and fills"
-    if not 0 <= candidate.sync_count <= work_count**2:
-        yield f"sync_count: {candidate.sync_count}, more than pairs of launches, copies and fills ({work_count**2})"
+    if not 0 <= candidate.stream_count <= max(1, most):
+        yield f"stream_count: {candidate.stream_count}, more than the {most} launches, copies and fills"
+    if not 0 <= candidate.sync_count <= most**2:
+        yield f"sync_count: {candidate.sync_count}, more than pairs of launches, copies and fills ({most**2})"
     if not 0 <= candidate.arena_nbytes < MAX_NBYTES:
         yield f"arena_nbytes: {candidate.arena_nbytes}, expected less than {MAX_NBYTES}"
 
 
 def _policy_problems(policy: str) -> Iterator[str]:
-    """A policy is shown unchanged in tables."""
+    """Yield a sentence for a policy that tables could not show unchanged."""
     if not 0 < len(policy) <= MAX_POLICY_LENGTH or not policy.isprintable():
         yield f"policy: {policy!r}, expected 1 to {MAX_POLICY_LENGTH} printable characters"
 

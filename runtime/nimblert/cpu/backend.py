@@ -1,7 +1,7 @@
-"""The CPU backend: every launch is a small ONNX model that ONNX Runtime runs on memory of the plan.
+"""The CPU backend: every launch is an ONNX model of one node or several, which ONNX Runtime runs on memory of the plan.
 
-Consecutive launches of a stream share a session (`nimblert.cpu.onnx_join`), with one IO binding, made at load; a run
-only walks over them. Streams are concurrent threads, and events are locks (`nimblert.cpu.streams`).
+Each launch has a session and an IO binding, made at load; a run only walks over them. Values between the nodes of a
+model are in ONNX Runtime's own memory. Streams are concurrent threads, and events are locks (`nimblert.cpu.streams`).
 
 Trust: `verify` has bounded the plan; `nimblert.cpu.host_memory` bounds every address that is handed over, and
 `nimblert.cpu.onnx_session` compares the dtypes of parameters with the model's. ONNX Runtime parses the models; it finds
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
-from nimblert.cpu.onnx_threads import Threads
-from nimblert.cpu.streams import Bound, Step, Streams, open_gate, pass_gate
+from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
 from nimblert.plan.dimensions import Shapes
@@ -35,7 +34,7 @@ from nimblert.plan.pieces import writes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 _NAMED = re.compile(rf"Name:'{LABEL}(\d{{1,9}})'")
-"""How the message of a failure names a node of a joined model: by the index of its command."""
+"""How the message of a failure names a node of a model of several: by its number."""
 
 
 class CpuLoaded:
@@ -136,7 +135,7 @@ class CpuCall:
     def run_into(
         self, arrays: Sequence[np.ndarray], out: Mapping[str, np.ndarray], *, reuse_outputs: bool, stream: int | None
     ) -> dict[str, np.ndarray]:
-        """As `run`, except for bound outputs and those written into arrays of ``out``."""
+        """Run as `run` does, except for bound outputs and those written into arrays of ``out``."""
         del stream  # a plan for the CPU takes none
         if not out and not reuse_outputs:
             return self.run(arrays)
@@ -155,24 +154,13 @@ class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
     ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
-    run one at a time. With ``singly``, every run is one launch after the other, each in a session of its own: `profile`
-    then needs no further sessions, nor the packed weights that they keep. ``bound`` are the names of inputs and outputs
-    in memory of the caller.
+    run one at a time. ``bound`` are the names of inputs and outputs in memory of the caller.
     """
 
-    def __init__(
-        self,
-        loaded: CpuLoaded,
-        program: Program,
-        working: HostWorking,
-        *,
-        poison: bool = False,
-        singly: bool = False,
-    ) -> None:
+    def __init__(self, loaded: CpuLoaded, program: Program, working: HostWorking, *, poison: bool = False) -> None:
         self.program = program
         self.bound: frozenset[str] = frozenset()
         self._sessions = loaded.sessions
-        self._runs_singly = singly
         _check_events(program)
         self._own = HostMemory(loaded.plan, program, poison=poison, weights=loaded.weights, working=working)
         self._build(self._own)
@@ -184,13 +172,10 @@ class CpuBackend:
         self.memory = memory
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
-        self.__dict__.pop("_singly", None)
         with self._sessions.lock, self._sessions:
-            streams: Sequence[Sequence[Bound]]
-            if self._runs_singly:
-                streams = [self._singly]
-            else:
-                streams = [self._bind_streams(each) for each in self._sessions.streams_by_thread(self.program)]
+            self._bound = [(command, self._step(command, i)) for i, command in enumerate(self.program.commands)]
+        threads = self._sessions.streams_by_thread(self.program)
+        streams = [[bound for bound in self._bound if bound[0].stream in own] for own in threads]
         issued = [steps for steps in streams if steps] or [[]]
         failures = (*runtime_errors(), MemoryError)
         self._streams = Streams(issued, self._gates, self._options, failures, partial(_origin, self.program))
@@ -251,7 +236,7 @@ class CpuBackend:
         self._streams.run()
 
     def enqueue_replay(self, stream: int | None) -> None:
-        """As `replay`, which is complete when this returns."""
+        """Repeat the last run, which is complete when this returns."""
         del stream
         self._streams.run()
 
@@ -263,9 +248,10 @@ class CpuBackend:
 
         Raises InputError as `run` does.
         """
-        for command, step in self._singly:
-            self._streams.walk([(command, step)])
-            yield command
+        for command, step in self._bound:
+            if isinstance(command, Work):
+                self._streams.walk([(command, step)])
+                yield command
 
     def read(self, pointer: Pointer, nbytes: int) -> np.ndarray:
         """Return a copy of ``nbytes`` bytes of the program's memory, as uint8.
@@ -280,43 +266,23 @@ class CpuBackend:
     def profile(self) -> list[int]:
         """Compute as `steps` does, and return the nanoseconds of each launch, copy or fill."""
         durations: list[int] = []
-        self._streams.walk([(command, partial(_time, step, durations)) for command, step in self._singly])
+        work = [
+            (command, partial(_time, step, durations)) for command, step in self._bound if isinstance(command, Work)
+        ]
+        self._streams.walk(work)
         return durations
 
     def close(self) -> None:
         """End the threads, and drop sessions and memory."""
         self._dropped()
         self.inputs = self.outputs = ()
-        self.__dict__.pop("_singly", None)
-        del self._streams, self.memory, self._own
-
-    @cached_property
-    def _singly(self) -> list[tuple[Work, Step]]:
-        """A step for each launch, copy or fill, in issue order, for `steps` and `profile`."""
-        with self._sessions.lock, self._sessions:
-            return [(command, self._step(command, index)) for index, command in self.program.work]
-
-    def _bind_streams(self, streams: Sequence[int]) -> list[Bound]:
-        """The steps of these streams in issue order; the launches of one session are one step.
-
-        They may then run before commands of other streams that were issued earlier.
-        """
-        stretches = self._sessions.stretches(self.program)
-        steps: list[Bound] = []
-        for index, command in enumerate(self.program.commands):
-            if command.stream not in streams:
-                continue
-            if index in stretches:
-                bound = self._sessions.bind_stretch(self.program, stretches[index], self.memory, self._options)
-                steps.append((command, bound))
-            elif not isinstance(command, Launch):
-                steps.append((command, self._step(command, index)))
-        return steps
+        del self._streams, self._bound, self.memory, self._own
 
     def _step(self, command: Command, index: int) -> Step:
         match command:
             case Launch():
-                return self._sessions.bind(command, self.memory, self._options, f"commands[{index}]")
+                pool = self._sessions.pools(self.program)[index]
+                return self._sessions.bind(command, pool, self.memory, self._options, f"commands[{index}]")
             case Memcpy():
                 target = self.memory.range(command.dst, command.nbytes, written=True)
                 return partial(np.copyto, target, self.memory.range(command.src, command.nbytes))
@@ -331,7 +297,7 @@ class CpuBackend:
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
-    """The offsets of the weights that refits are given or compute."""
+    """Return the offsets of the weights that refits are given or compute."""
     given = {
         tensor.pointer.offset
         for refit in refits
@@ -352,13 +318,15 @@ def _check_events(program: Program) -> None:
 
 
 def _origin(program: Program, command: Command, failure: Exception) -> str:
-    """The op that failed; in a model of several, the one that ONNX Runtime names."""
+    """Return the op that failed: of a model of several nodes that of the node which ONNX Runtime names.
+
+    The ops of the nodes follow the op of their launch.
+    """
     if isinstance(command, Record | Wait):
         return f"event {command.event}"
     named = _NAMED.search(str(failure))
-    if named and isinstance(found := program.commands[int(named[1])], Launch):
-        command = found
-    op = program.ops[command.op]
+    number = command.op + 1 + int(named[1]) if named else command.op
+    op = program.ops[number if number < len(program.ops) else command.op]
     return f"op {op.name} ({op.source})"
 
 

@@ -49,11 +49,11 @@ class HostWeights:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def same(self, other: "HostWeights", offset: int) -> bool:
-        """Whether both have the byte at ``offset`` in the same memory."""
+        """Return whether both have the byte at ``offset`` in the same memory."""
         return self.find(offset)[0] is other.find(offset)[0]
 
     def find(self, offset: int) -> tuple[np.ndarray, int]:
-        """The weight that holds byte ``offset`` of the region, and the offset within it. Raises PlanInvalidError."""
+        """Return the weight that holds byte ``offset`` of the region, and the offset in it. Raises PlanInvalidError."""
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             raise PlanInvalidError([f"weights: no weight holds byte {offset}"])
@@ -73,7 +73,7 @@ class HostState:
             self._memory[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes, as uint8."""
+        """Return a copy of ``nbytes`` bytes, as uint8."""
         return self._memory[offset : offset + nbytes].copy()
 
     def copy(self, tensor: Tensor) -> NoReturn:
@@ -135,7 +135,7 @@ class HostMemory:
         self._weights = weights or HostWeights(plan)
 
     def over(self, weights: HostWeights) -> "HostMemory":
-        """The same memory with other weights."""
+        """Return the same memory with other weights."""
         made = copy(self)
         made._weights = weights  # noqa: SLF001 - of its own class
         return made
@@ -161,16 +161,16 @@ class HostMemory:
         return moved
 
     def array(self, pointer: Pointer, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> np.ndarray:
-        """A tensor in C order that starts at ``pointer``."""
+        """Return a tensor in C order that starts at ``pointer``."""
         nbytes = prod(shape) * ITEM_NBYTES[dtype]
         return self.range(pointer, nbytes, written=written).view(numpy_dtype(dtype)).reshape(shape)
 
     def tensor(self, tensor: Tensor) -> np.ndarray:
-        """The strided view that a program's input or output is."""
+        """Return the strided view that a program's input or output is."""
         return layouts.strided(self.range(tensor.pointer, tensor.span_nbytes), tensor)
 
     def _region(self, pointer: Pointer) -> tuple[np.ndarray, int]:
-        """The array that ``pointer`` lies in, and the offset there."""
+        """Return the array that ``pointer`` lies in, and the offset there."""
         if pointer.region is not Region.WEIGHTS:
             if (pointer.region, pointer.index) not in self.regions:
                 raise PlanInvalidError([f"{pointer.region.name.lower()}({pointer.index}): there is no such region"])
@@ -189,7 +189,7 @@ def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
 
 
 def _in_place(weight: Weight) -> np.ndarray:
-    """The bytes of a weight, read-only; a copy only where they are not aligned in the file."""
+    """Return the bytes of a weight, read-only; a copy only where they are not aligned in the file."""
     data = np.frombuffer(weight.data, np.uint8)
     data.flags.writeable = False
     if data.nbytes == 0 or data.ctypes.data % _READ_ALIGNMENT == 0:

@@ -8,41 +8,40 @@ import ctypes
 import os
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import groupby, islice
 from math import prod
 from types import ModuleType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import division
-from nimblert.check.onnx_model import ELEMENT_TYPES, Model, read_model
-from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN
+from nimblert.check.onnx_model import ELEMENT_TYPES, Graph, Model, Value, read_model, write_model
+from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN, declared, symbol
 from nimblert.check.protobuf import Budget
-from nimblert.cpu import onnx_threads
-from nimblert.cpu.dataflow import dataflow
+from nimblert.cpu import streams
 from nimblert.cpu.host_memory import HostMemory, HostWeights
-from nimblert.cpu.onnx_join import Bound, Joined, Part, Shapes, join
-from nimblert.cpu.onnx_threads import Pool, Threads, Waiting
+from nimblert.cpu.streams import Pool, Threads, Waiting
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
-from nimblert.plan import ITEM_NBYTES, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
+from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
 from nimblert.plan.files import scratch_folder
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
-NO_PACKED_COPIES = ("session.disable_prepacking", "1")
+Inferred: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
+"""ONNX Runtime's type and shape of values by name. An unknown size is None, or the name of a dimension."""
+
+LABEL = "node_"
+"""The start of the names of nodes in a model of several; the number of the node follows."""
+
+_NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no packed copies of weights."""
 
-LABEL = "command_"
-"""The start of the names of nodes in a joined model; the index of the command follows."""
-
-_LARGEST_NBYTES = 32 << 10
-"""The largest model of several launches that joins others: a joined model repeats the constants of each launch."""
+_Type: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape."""
 
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
@@ -61,7 +60,7 @@ Serialized with the onnx package, which the runtime does not import."""
 
 @cache
 def onnxruntime() -> ModuleType:
-    """The onnxruntime package, with telemetry off unless the user has set ORT_DISABLE_TELEMETRY."""
+    """Return the onnxruntime package, with telemetry off unless the user has set ORT_DISABLE_TELEMETRY."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read at import, since version 1.29
     try:
         return import_module("onnxruntime")
@@ -88,7 +87,7 @@ def session_options(pool: Pool | None = None) -> Any:
 
 @cache
 def runtime_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of ONNX Runtime, which have no common class but Exception."""
+    """Return the exceptions of ONNX Runtime, which have no common class but Exception."""
     state = onnxruntime().capi.onnxruntime_pybind11_state
     names = (
         "Fail",
@@ -123,7 +122,7 @@ def run_options() -> Any:
 def open_session(
     code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", options: Any = None
 ) -> Any:
-    """An InferenceSession that runs the model without optimizing it.
+    """Return an InferenceSession that runs the model without optimizing it.
 
     ``initializers`` are OrtValues by name, used in place; but kernels keep packed copies of some weights (MatMul, Gemm,
     LSTM ...), which are faster and round differently, unless ``options``, from `session_options`, forbid that.
@@ -139,13 +138,13 @@ def open_session(
 
 
 def ort_value(array: np.ndarray, dtype: str) -> Any:
-    """An OrtValue over the memory of ``array``, without a copy."""
+    """Return an OrtValue over the memory of ``array``, without a copy."""
     return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[dtype])
 
 
 @contextlib.contextmanager
 def initializer_folder() -> Iterator[str]:
-    """A folder with only the empty file that initializers name."""
+    """Provide a folder with only the empty file that initializers name."""
     with scratch_folder() as folder:
         (folder / EXTERNAL_FILE).touch()
         yield str(folder)
@@ -173,24 +172,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_for_ever)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Launches of a stream that one session runs: the indices of their commands.
-
-    ``model`` is their joined model; None for a single launch.
-    """
-
-    launches: tuple[int, ...]
-    model: Joined | None
-    pool: Pool
-
-
 class _Code:
     """The code of a kernel, copied and examined once: it is a part of the keys of sessions, which hash it."""
 
-    def __init__(self, code: memoryview, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, kernel: Kernel, code: memoryview) -> None:
         self.code = bytes(code)
-        self._parameters = parameters
+        self._kernel = kernel
 
     @cached_property
     def model(self) -> Model:
@@ -201,31 +188,58 @@ class _Code:
             return Model()
 
     @cached_property
+    def graph(self) -> Graph:
+        """The model's graph, or an empty one."""
+        return self.model.graph or Graph()
+
+    @cached_property
+    def inner(self) -> Mapping[str, _Type]:
+        """The declared dtypes and shapes of the values between nodes."""
+        return {name or "": (dtype or "", shape or ()) for name, dtype, shape in map(declared, self.graph.value_info)}
+
+    @cached_property
     def division(self) -> tuple[division.Operand, division.Operand] | None:
         """Dividend and divisor that must be checked before each run; None for kernels that need no check."""
-        graph = self.model.graph
-        return division.operands(graph, self._parameters) if graph is not None and len(graph.node) == 1 else None
+        return division.operands(self.graph, self._kernel.parameters) if self.graph.node else None
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether several threads run a node of the kernel faster."""
+        sizes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
+        sizes |= {name: prod(shape) * ITEM_NBYTES.get(dtype, 0) for name, (dtype, shape) in self.inner.items()}
+        return any(
+            streams.is_large(symbol([node]), sum(sizes.get(name, 0) for name in {*node.input, *node.output}))
+            for node in self.graph.node
+        )
 
 
 class SessionCache:
-    """The sessions of a plan: one for each model and its initializers, shared by all launches and contexts.
+    """The sessions of a plan: one for each kernel and its initializers, shared by all launches and contexts.
 
     Launches are bound in a block of ``with sessions.lock, sessions``, which may be nested. Sessions and bindings
     outlive it; the placeholder file of initializers does not. The lock is the interpreter's own, so that no exception
-    of a signal handler comes between it and the block.
+    of a signal handler comes between it and the block. ``keeps_memory``: each session keeps the memory of its largest
+    run for the next one.
     """
 
     def __init__(
-        self, plan: Plan, weights: HostWeights, threads: Threads | None = None, limits: Limits = DEFAULT_LIMITS
+        self,
+        plan: Plan,
+        weights: HostWeights,
+        threads: Threads | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        *,
+        keeps_memory: bool = True,
     ) -> None:
         self._plan = plan
         self._weights = weights
-        self._threads = onnx_threads.checked(threads)
+        self._threads = streams.checked(threads)
         self._limits = limits
+        self._keeps_memory = keeps_memory
         self._is_default = threads is None
         self._codes: dict[int, _Code] = {}
         """By the index of a kernel, which shares its module with no other."""
-        self._stretches: dict[int, tuple[Program, Mapping[int, Stretch]]] = {}
+        self._pools: dict[int, tuple[Program, Mapping[int, Pool]]] = {}
         """By the id of a program: hashing its value would take long."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
         self.lock = threading.RLock()
@@ -235,10 +249,10 @@ class SessionCache:
             _check_origin(origin)
 
     def over(self, weights: HostWeights) -> "SessionCache":
-        """A cache over other weights, with the sessions that read none of the changed ones."""
-        made = SessionCache(self._plan, weights, limits=self._limits)
+        """Return a cache over other weights, with the sessions that read none of the changed ones."""
+        made = SessionCache(self._plan, weights, limits=self._limits, keeps_memory=self._keeps_memory)
         made._threads, made._is_default = self._threads, self._is_default
-        made._codes, made._stretches = self._codes, self._stretches
+        made._codes, made._pools = self._codes, self._pools
         made._sessions |= {
             key: session
             for key, session in self._sessions.items()
@@ -247,7 +261,7 @@ class SessionCache:
         return made
 
     def __len__(self) -> int:
-        """The number of sessions."""
+        """Return the number of sessions."""
         return len(self._sessions)
 
     def __enter__(self) -> Self:
@@ -264,159 +278,101 @@ class SessionCache:
             self._resources.close()
             self._weights.let_go()
 
-    def stretches(self, program: Program) -> Mapping[int, Stretch]:
-        """The stretches of a program by the index of their first launch.
-
-        Raises PlanInvalidError where these and those of the programs before are beyond the limit.
-        """
-        if id(program) not in self._stretches:
-            joined = list(islice(self._joined(program), self._limits.sessions + 1))
-            if sum(len(found) for _, found in self._stretches.values()) + len(joined) > self._limits.sessions:
-                limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
-                raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
-            kernels = [[part.kernel for part in parts] for parts, _ in joined]
-            pools = onnx_threads.pools(kernels, program.stream_count, self._threads)
-            self._stretches[id(program)] = (
-                program,
-                {
-                    parts[0].index: Stretch(launches=tuple(part.index for part in parts), model=model, pool=pool)
-                    for (parts, model), pool in zip(joined, pools, strict=True)
-                },
-            )
-        return self._stretches[id(program)][1]
-
     def streams_by_thread(self, program: Program) -> list[range]:
         """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""
         most = None if self._is_default else self._threads[0]
-        return onnx_threads.streams_by_thread(program.stream_count, most)
+        return streams.streams_by_thread(program.stream_count, most)
 
-    def bind_stretch(self, program: Program, stretch: Stretch, memory: HostMemory, options: Any) -> "partial[object]":
-        """A call that runs launches of the program in ``memory``, as `bind` does."""
-        index = stretch.launches[0]
-        first = program.commands[index]
-        assert isinstance(first, Launch)
-        if stretch.model is None:
-            return self._bind_launch(first, memory, options, stretch.pool, f"commands[{index}]", keeps_memory=True)
-        return self._bind(stretch.model, memory, options, stretch.pool, keeps_memory=True)
+    def pools(self, program: Program) -> Mapping[int, Pool]:
+        """Return the threads of each launch of a program, by the index of its command.
 
-    def bind(self, launch: Launch, memory: HostMemory, options: Any, where: str) -> "partial[object]":
-        """A call that runs one launch by itself in ``memory``, under these RunOptions.
-
-        Raises PlanInvalidError where kernel and launch do not fit.
+        Raises PlanInvalidError where its launches and those of the programs before are beyond the limit.
         """
-        pool = onnx_threads.pool_of_one(self._plan.kernels[launch.kernel], self._launch_count, self._threads[0])
-        return self._bind_launch(launch, memory, options, pool, where, keeps_memory=False)
+        if id(program) not in self._pools:
+            launches = {index: command for index, command in program.work if isinstance(command, Launch)}
+            if sum(len(pools) for _, pools in self._pools.values()) + len(launches) > self._limits.sessions:
+                limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
+                raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
+            large = [self._code(launch.kernel).is_large for launch in launches.values()]
+            pools = streams.pools(large, program.stream_count, self._threads)
+            self._pools[id(program)] = program, dict(zip(launches, pools, strict=True))
+        return self._pools[id(program)][1]
 
-    def _bind_launch(
-        self, launch: Launch, memory: HostMemory, options: Any, pool: Pool, where: str, *, keeps_memory: bool
-    ) -> "partial[object]":
-        """A call that runs one launch by itself; it raises ValueError before a division that would end the process."""
-        run = self._bind(self._whole(launch, where), memory, options, pool, keeps_memory=keeps_memory)
-        operands = self._code(launch).division
-        if operands is None:
-            return run
-        pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
-        arrays = (
-            memory.array(pointers[operand.offset], operand.dtype, operand.shape)
-            if isinstance(operand, Parameter)
-            else operand
-            for operand in operands
-        )
-        return partial(_checked_division, run, *arrays)
+    def bind(self, launch: Launch, pool: Pool, memory: HostMemory, options: Any, where: str) -> "partial[object]":
+        """Return a call that runs a launch in ``memory``, under these RunOptions.
 
-    @cached_property
-    def _launch_count(self) -> int:
-        return sum(isinstance(command, Launch) for program in self._plan.programs for command in program.commands)
-
-    @cached_property
-    def _launches(self) -> Counter[int]:
-        """The number of launches of each kernel, in programs and refits."""
-        programs = (*self._plan.programs, *self._plan.refits)
-        return Counter(c.kernel for program in programs for c in program.commands if isinstance(c, Launch))
-
-    def _joined(self, program: Program) -> Iterator[tuple[list[Part], Joined | None]]:
-        flow = dataflow(program)
-        for stream in range(program.stream_count):
-            commands = ((i, command) for i, command in enumerate(program.commands) if command.stream == stream)
-            for are_launches, group in groupby(commands, lambda indexed: isinstance(indexed[1], Launch)):
-                if are_launches:
-                    yield from join([self._part(i, c) for i, c in group if isinstance(c, Launch)], flow, self._derived)
-
-    def _part(self, index: int, launch: Launch) -> Part:
-        kernel, code = self._plan.kernels[launch.kernel], self._code(launch)
-        is_large = len(code.code) > _LARGEST_NBYTES and self._launches[launch.kernel] > 1
-        alone = is_large or code.division is not None
-        return Part(index=index, launch=launch, kernel=kernel, model=code.model, alone=alone, label=f"{LABEL}{index}")
-
-    def _code(self, launch: Launch) -> _Code:
-        if launch.kernel not in self._codes:
-            kernel = self._plan.kernels[launch.kernel]
-            self._codes[launch.kernel] = _Code(self._plan.modules[kernel.module].code, kernel.parameters)
-        return self._codes[launch.kernel]
-
-    def _derived(self, model: Joined) -> Shapes:
-        """The shapes of a model's outputs, as far as ONNX Runtime infers them without a run."""
-        options = session_options()
-        options.add_session_config_entry(*NO_PACKED_COPIES)
-        weights = {bound.name: self._weight(bound) for bound in model.initializers}
-        return {value.name: value.shape for value in self._open(model, weights, options).get_outputs()}
-
-    def _whole(self, launch: Launch, where: str) -> Joined:
-        """The unchanged model of a launch."""
-        kernel = self._plan.kernels[launch.kernel]
+        It raises ValueError before a division that would end the process. Raises PlanInvalidError where kernel and
+        launch do not fit.
+        """
+        kernel, code = self._plan.kernels[launch.kernel], self._code(launch.kernel)
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
             raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
-        bound = [Bound(name=p.name, parameter=p, pointer=pointers[p.offset]) for p in kernel.parameters]
-        of_kind = {kind: tuple(b for b in bound if b.parameter.kind is kind) for kind in ParameterKind}
-        return Joined(
-            symbol=kernel.symbol,
-            code=self._code(launch).code,
-            inputs=of_kind[ParameterKind.INPUT],
-            outputs=of_kind[ParameterKind.OUTPUT],
-            initializers=of_kind[ParameterKind.INITIALIZER],
-        )
-
-    def _bind(
-        self, model: Joined, memory: HostMemory, options: Any, pool: Pool, *, keeps_memory: bool
-    ) -> "partial[object]":
-        """A call that runs a model on the memory that its values are bound to."""
-        key = (model.code, *(bound.pointer for bound in model.initializers), pool, keeps_memory)
-        if key not in self._sessions:
-            self._sessions[key] = self._opened(model, pool, keeps_memory=keeps_memory)
-        session = self._sessions[key].session
+        session = self._session(kernel, code, pointers, pool)
         binding = session.io_binding()
-        sides = (model.inputs, binding.bind_input), (model.outputs, binding.bind_output)
-        for (values, bind), written in zip(sides, (False, True), strict=True):
-            for value in values:
-                parameter = value.parameter
-                array = memory.array(value.pointer, parameter.dtype, parameter.shape, written=written)
-                bind(value.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
+        for parameter in kernel.parameters:
+            if parameter.kind is ParameterKind.INITIALIZER:
+                continue
+            written = parameter.kind is ParameterKind.OUTPUT
+            array = memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
+            bind = binding.bind_output if written else binding.bind_input
+            bind(parameter.name, "cpu", 0, _element_type(parameter, array), parameter.shape, array.ctypes.data)
         # The extension's own method: 1.6 us a call, where its Python wrapper takes 5 (30 with RunOptions), most of that
         # to look for a WebGPU graph.
-        return partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
+        run = partial(session._sess.run_with_iobinding, binding._iobinding, options)  # noqa: SLF001
+        if code.division is None:
+            return run
+        operands = (
+            memory.array(pointers[operand.offset], operand.dtype, operand.shape)
+            if isinstance(operand, Parameter)
+            else operand
+            for operand in code.division
+        )
+        return partial(_checked_division, run, *operands)
 
-    def _opened(self, model: Joined, pool: Pool, *, keeps_memory: bool) -> _Opened:
-        """The session of a model: one of this process with the same weights, or a new one."""
-        weights = {bound.name: self._weight(bound) for bound in model.initializers}
+    def _code(self, kernel: int) -> _Code:
+        if kernel not in self._codes:
+            found = self._plan.kernels[kernel]
+            self._codes[kernel] = _Code(found, self._plan.modules[found.module].code)
+        return self._codes[kernel]
+
+    def _session(self, kernel: Kernel, code: _Code, pointers: Mapping[int, Pointer], pool: Pool) -> Any:
+        """Return the session of a kernel over the weights at these places, by the offset of their parameter."""
+        initializers = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
+        key = (code.code, *(pointers[p.offset] for p in initializers), pool)
+        if key not in self._sessions:
+            weights = {p.name: self._weight(p, pointers[p.offset]) for p in initializers}
+            self._sessions[key] = self._opened(kernel, code, weights, pool)
+        return self._sessions[key].session
+
+    def _opened(self, kernel: Kernel, code: _Code, weights: Mapping[str, np.ndarray], pool: Pool) -> _Opened:
+        """Return the session of a kernel: one of this process with the same weights, or a new one."""
         places = tuple(array.ctypes.data for array in weights.values())
-        key = os.getpid(), model.code, places, pool, keeps_memory  # a child has none of the threads of its parent
+        # A child has none of the threads of its parent.
+        key = os.getpid(), code.code, places, pool, self._keeps_memory
         final = not any(array.flags.writeable for array in weights.values())
         opened = _opened.get(key) if final else None
         if opened is None:
+            dtypes = {parameter.name: parameter.dtype for parameter in kernel.parameters}
+            values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
             options = session_options(pool)
-            options.enable_cpu_mem_arena = options.enable_mem_pattern = keeps_memory
-            opened = _Opened(self._open(model, weights, options), weights)
+            options.enable_cpu_mem_arena = options.enable_mem_pattern = self._keeps_memory
+            try:
+                if code.inner:
+                    _check_inner(kernel, code, inferred_types(code.model, values, self._folder))
+                opened = _Opened(open_session(code.code, values, self._folder, options), weights)
+            except runtime_errors() as exc:
+                refusal = f"ONNX Runtime {onnxruntime().__version__} refuses its model: {exc}"
+                raise PlanInvalidError([f"kernel {kernel.symbol}: {refusal}"]) from exc
         session = opened.session
-        declared = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {value.name: _TYPE_NAMES[value.parameter.dtype] for value in (*model.inputs, *model.outputs)}
-        if declared != bound:
-            raise PlanInvalidError([f"kernel {model.symbol}: parameters {bound}, its model has {declared}"])
+        found = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
+        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.kind is not ParameterKind.INITIALIZER}
+        if found != bound:
+            raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {found}"])
         return _opened.setdefault(key, opened) if final else opened
 
-    def _weight(self, bound: Bound) -> np.ndarray:
-        """The memory of an initializer, which must lie within one weight."""
-        parameter, pointer = bound.parameter, bound.pointer
+    def _weight(self, parameter: Parameter, pointer: Pointer) -> np.ndarray:
+        """Return the memory of an initializer, which must lie within one weight."""
         if pointer.region is not Region.WEIGHTS:
             raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
         weight, start = self._weights.find(pointer.offset)
@@ -425,14 +381,38 @@ class SessionCache:
             raise PlanInvalidError([f"initializer {parameter.name!r}: its {nbytes} bytes are in no one weight"])
         return weight[start : start + nbytes].view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
 
-    def _open(self, model: Joined, weights: Mapping[str, np.ndarray], options: Any) -> Any:
-        try:
-            dtypes = {bound.name: bound.parameter.dtype for bound in model.initializers}
-            values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
-            return open_session(model.code, values, self._folder, options)
-        except runtime_errors() as exc:
-            version = onnxruntime().__version__
-            raise PlanInvalidError([f"kernel {model.symbol}: ONNX Runtime {version} refuses its model: {exc}"]) from exc
+
+def exposed(model: Model) -> bytes:
+    """Return the code of a model with all values that its nodes compute as outputs, without declared types of these."""
+    graph = model.graph or Graph()
+    made = tuple(Value(name=name) for node in graph.node for name in node.output if name)
+    return write_model(replace(model, graph=replace(graph, output=made, value_info=())))
+
+
+def inferred_types(model: Model, weights: dict[str, Any], folder: str) -> Inferred:
+    """Return ONNX Runtime's types and shapes of all values that the nodes of a model compute, by name.
+
+    ONNX Runtime infers them without a run, from the model's inputs and constants. ``weights`` are the initializers,
+    which are not packed, in a session of its own.
+    """
+    options = session_options()
+    options.add_session_config_entry(*_NO_PACKED_COPIES)
+    session = open_session(exposed(model), weights, folder, options)
+    return {value.name: (value.type, tuple(value.shape)) for value in session.get_outputs()}
+
+
+def is_inferred(types: Inferred, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Return whether ONNX Runtime knows that a value has this dtype and shape; never true of a scalar."""
+    # ONNX Runtime gives () for a scalar and for an unknown rank alike.
+    return bool(shape) and types.get(name) == (_TYPE_NAMES[dtype], shape)
+
+
+def _check_inner(kernel: Kernel, code: _Code, types: Inferred) -> None:
+    """Raise PlanInvalidError unless ONNX Runtime infers what a model of several nodes declares of its values."""
+    for name, (dtype, shape) in code.inner.items():
+        if not is_inferred(types, name, dtype, shape):
+            found = f"ONNX Runtime infers {types.get(name)}"
+            raise PlanInvalidError([f"kernel {kernel.symbol}: value {name!r} is declared {dtype} {shape}, {found}"])
 
 
 def _checked_division(run: "partial[object]", dividend: np.ndarray, divisor: np.ndarray) -> object:
@@ -441,7 +421,7 @@ def _checked_division(run: "partial[object]", dividend: np.ndarray, divisor: np.
 
 
 def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
-    """The element type for IOBinding: numpy's type, or ONNX's number for a dtype that numpy lacks."""
+    """Return the element type for IOBinding: numpy's type, or ONNX's number for a dtype that numpy lacks."""
     return array.dtype.type if array.dtype.isbuiltin == 1 else ELEMENT_TYPES[parameter.dtype]
 
 

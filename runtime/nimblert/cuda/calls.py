@@ -58,7 +58,7 @@ class PreparedCall:
     def run_into(
         self, arrays: Sequence[Any], out: Mapping[str, Any], *, reuse_outputs: bool, stream: int | None
     ) -> Outputs:
-        """As `run`; outputs in ``out`` are written there, and bound ones are left out.
+        """Run as `run` does, but write outputs in ``out`` there, and leave bound ones out.
 
         With ``reuse_outputs`` outputs are views of memory that the next run overwrites. With ``stream`` the call is
         enqueued there, and its outputs are on the device. Raises InputError.
@@ -144,7 +144,7 @@ class HostCall(PreparedCall):
         return outputs.on_host(large)
 
     def _make(self) -> Handle | None:
-        """The graph; None where the driver has no memory for it."""
+        """Return the graph; None where the driver has no memory for it."""
         kernels = self._backend.kernels
         arrivals = [transfer.steps(kernels) for transfer in self._inputs if isinstance(transfer, HostInput)]
         try:
@@ -221,7 +221,7 @@ class DeviceCall(PreparedCall):
         return self._graphs.get(key)
 
     def _make(self, addresses: tuple[int, ...], to: tuple[int | None, ...]) -> Handle:
-        """The graph of the program over these arrays and blocks, where its kernels may use them.
+        """Return the graph of the program over these arrays and blocks, where its kernels may use them.
 
         Inputs are also copied to the program's own memory, for `replay`. One that is the program's own memory for an
         output, which a call may have returned, is copied before.

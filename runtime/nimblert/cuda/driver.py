@@ -21,7 +21,7 @@ Handle: TypeAlias = Any
 
 @cache
 def bindings() -> Any:
-    """The module ``cuda.bindings.driver``, imported on first use: plans for the CPU need none."""
+    """Return the module ``cuda.bindings.driver``, imported on first use: plans for the CPU need none."""
     try:
         from cuda.bindings import driver
     except ImportError as exc:
@@ -68,12 +68,12 @@ def initialise() -> None:
 
 
 def count() -> int:
-    """The number of GPUs that CUDA shows."""
+    """Return the number of GPUs that CUDA shows."""
     return int(call("cuDeviceGetCount"))
 
 
 def describe(ordinal: int = 0) -> Device:
-    """The GPU with this ordinal, and the CUDA version of its driver. Raises DeviceMismatchError without one."""
+    """Return the GPU with this ordinal, and the CUDA version of its driver. Raises DeviceMismatchError without one."""
     if not 0 <= ordinal < (shown := count()):
         raise DeviceMismatchError(f"device {ordinal}: CUDA shows {shown} here, from 0 (CUDA_VISIBLE_DEVICES)")
     attribute = bindings().CUdevice_attribute

@@ -79,7 +79,7 @@ def load_functions(context: Context, modules: Sequence[Module], kernels: Sequenc
 
 
 def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
-    """The parameter buffer of a launch with every relocation replaced by its address."""
+    """Return the parameter buffer of a launch with every relocation replaced by its address."""
     params = bytearray(launch.params)
     for relocation in launch.relocations:
         address = memory.address(relocation.pointer) & 0xFFFF_FFFF_FFFF_FFFF
@@ -88,7 +88,7 @@ def relocate(launch: Launch, memory: DeviceMemory) -> bytearray:
 
 
 def instantiated(add: Callable[[Handle], object]) -> Handle:
-    """An executable graph of the nodes that ``add`` adds. Raises CudaError."""
+    """Return an executable graph of the nodes that ``add`` adds. Raises CudaError."""
     graph = call("cuGraphCreate", 0)
     try:
         add(graph)

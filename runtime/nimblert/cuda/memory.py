@@ -32,7 +32,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def allocate(context: Context, nbytes: int, *, poison: bool = False) -> int:
-    """The address of ``nbytes`` of device memory, which is freed with the context."""
+    """Return the address of ``nbytes`` of device memory, which is freed with the context."""
     base = int(context.acquire(call("cuMemAlloc", _round_up(nbytes)), "cuMemFree"))
     if poison:
         call("cuMemsetD8", base, _POISON, _round_up(nbytes))
@@ -56,7 +56,7 @@ class DeviceMemory:
                 self.bases |= {(region, index): base + offset for index, offset in enumerate(offsets)}
 
     def address(self, pointer: Pointer) -> int:
-        """The device address of a pointer."""
+        """Return the device address of a pointer."""
         return self.bases[pointer.region, pointer.index] + pointer.offset
 
     def rebased(self, bases: Bases) -> "DeviceMemory":
@@ -85,7 +85,7 @@ class Staging:
         self._devices = [memory.address(t.pointer) for t in self._tensors]
 
     def bytes_of(self, index: int) -> tuple[np.ndarray, int]:
-        """The bytes of a tensor, and their address."""
+        """Return the bytes of a tensor, and their address."""
         start = self._offsets[index]
         return self._host[start : start + self._nbytes[index]], self._address + start
 
@@ -111,7 +111,7 @@ class Staging:
 
 
 def host_bytes(address: int, nbytes: int) -> np.ndarray:
-    """An array over host memory."""
+    """Return an array over host memory."""
     import ctypes
 
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

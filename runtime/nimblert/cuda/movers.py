@@ -43,7 +43,7 @@ class Mover(ABC):
 
     @abstractmethod
     def steps(self, to: int, source: int) -> list[Step]:
-        """What `move` does as nodes of a graph, one after the other."""
+        """Return what `move` does as nodes of a graph, one after the other."""
 
 
 class GatherKernels:
@@ -59,11 +59,11 @@ class GatherKernels:
         return {n: call("cuModuleGetFunction", module, f"gather_{n}".encode()) for n in _ITEMSIZES}
 
     def mover(self, gather: Gather, itemsize: int) -> Mover:
-        """A mover for this gather, of elements of ``itemsize`` bytes."""
+        """Return a mover for this gather, of elements of ``itemsize`` bytes."""
         return _GatherMover(None if gather.is_copy else self._functions[itemsize], gather, itemsize)
 
     def mover_to(self, side: str, tensor: Tensor, strides: tuple[int, ...]) -> Mover:
-        """A mover from an array of the tensor's shape with these ``strides``, in elements, to the tensor.
+        """Return a mover from an array of the tensor's shape with these ``strides``, in elements, to the tensor.
 
         Raises InputError where no kernel can do it; ``side`` is the kind of tensor, for the message.
         """
@@ -73,7 +73,7 @@ class GatherKernels:
         return self.mover(gather, ITEM_NBYTES[tensor.dtype])
 
     def add_copy(self, built: Handle, dst: int, src: int, nbytes: int) -> Handle:
-        """As `graph.add_copy`, by a kernel, which reaches page-locked memory too; not for 0 bytes.
+        """Add a copy of 1 byte or more by a kernel, which reaches page-locked memory too.
 
         A kernel starts and completes with less latency than the copy engine.
         """
@@ -257,7 +257,7 @@ def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
 
 
 def _words(value: int, tensor: Tensor) -> list[int]:
-    """The bits of an element of this value, in words of at most 4 bytes."""
+    """Return the bits of an element of this value, in words of at most 4 bytes."""
     itemsize = ITEM_NBYTES[tensor.dtype]
     # A zero is all zero bits, also in bfloat16, which numpy lacks.
     if not value:

@@ -63,7 +63,7 @@ class Refitter:
     def _copies(
         self, context: Context, refits: Sequence[Refit], prepared: "_PreparedRefits"
     ) -> tuple[list[_Step], list[Upload]]:
-        """The copies of the arrays on the device and on the host to their places, in the layouts of the plan."""
+        """Return the copies of the arrays on the device and on the host to their places, in the layouts of the plan."""
         moves: list[_Step] = []
         uploads: list[Upload] = []
         largest = max((tensor.span_nbytes for refit in refits for tensor in refit.program.inputs), default=0)
@@ -81,7 +81,7 @@ class Refitter:
         return moves, uploads
 
     def _upload(self, tensor: Tensor, array: np.ndarray, target: int, landing: Callable[[], int]) -> Upload:
-        """The upload of an array; if its axes are in another order, a kernel permutes it from ``landing``."""
+        """Return the upload of an array; if its axes are in another order, a kernel permutes it from ``landing``."""
         dense = array if layouts.is_dense(array.shape, array.strides, array.itemsize) else np.ascontiguousarray(array)
         gather = layouts.gather(tensor.shape, tensor.strides, layouts.element_strides(dense))
         if gather is None or gather.is_copy:
@@ -122,7 +122,7 @@ def _memory(context: Context, program: Program, weights: Bases) -> DeviceMemory:
 def _beside_each_other(
     programs: Sequence[Program], memories: Sequence[DeviceMemory], functions: Sequence[Handle]
 ) -> Handle:
-    """An executable graph of independent programs: no refit needs what another makes."""
+    """Return an executable graph of independent programs: no refit needs what another makes."""
 
     def add(built: Handle) -> None:
         for program, memory in zip(programs, memories, strict=True):

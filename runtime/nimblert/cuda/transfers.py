@@ -292,7 +292,7 @@ class OutputTransfers:
     def _output(
         self, index: int, block: PooledBlock | None, precede: Callable[[int], None] | None
     ) -> DeviceOutput:
-        """An output in a block, or in the program's own memory."""
+        """Return an output in a block, or in the program's own memory."""
         tensor = self.tensors[index]
         address = self.addresses[index] if block is None else block.address
         return DeviceOutput(self._array(tensor, tensor.strides, address, block, precede))

@@ -61,7 +61,7 @@ class Uploader:
                     copy.exception()
 
     def _slot(self, index: int) -> "_Slot":
-        """The slot of this number, which is made when it is first needed: that takes longer than a small upload."""
+        """Return a slot, made on first use: page-locking takes longer than a small upload."""
         if index == len(self._slots):
             address = int(self._context.acquire(call("cuMemHostAlloc", _SLOT_NBYTES, 0), "cuMemFreeHost"))
             read = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")

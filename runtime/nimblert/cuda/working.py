@@ -38,14 +38,14 @@ class DeviceState:
         upload_region(self._uploader, self._base, self._plan.state)
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """A copy of ``nbytes`` bytes, as uint8."""
+        """Return a copy of ``nbytes`` bytes, as uint8."""
         host = np.empty(nbytes, np.uint8)
         if nbytes:
             call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
         return host
 
     def copy(self, tensor: Tensor) -> DeviceOutput:
-        """A copy of a tensor in device memory."""
+        """Return a copy of a tensor in device memory."""
         block = self._pool.take(tensor.span_nbytes, DEFAULT_STREAM)
         if tensor.span_nbytes:
             call("cuMemcpyDtoD", block.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
@@ -106,7 +106,7 @@ class InFlight:
             call("cuStreamWaitEvent", stream, self._event, 0)
 
     def precede_reader(self, stream: int) -> None:
-        """As `precede`, on a stream of another library, in any thread and also once the context is closed."""
+        """Do what `precede` does on a stream of another library, in any thread, even after the context is closed."""
         if self.stream is not None:
             self._make_current()
             self.precede(stream)
@@ -236,7 +236,7 @@ class CudaWorking:
 
 
 def _ordinal(address: int) -> int:
-    """The GPU whose memory an address is in; -1 for memory that all reach, and for what the driver does not know."""
+    """Return the GPU that an address belongs to; -1 for memory that all reach, or that the driver does not know."""
     kinds, asked = driver.bindings().CUmemorytype, driver.bindings().CUpointer_attribute
     kind, is_managed, ordinal = call(
         "cuPointerGetAttributes",

@@ -33,12 +33,12 @@ _SIGNATURES = (
 
 
 def name(source: Source) -> str:
-    """The name of a plan file, or of the bytes of one, in messages."""
+    """Return the name of a plan file, or of the bytes of one, in messages."""
     return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
 
 
 def open_image(source: Source, *, copy: bool = False) -> memoryview:
-    """The bytes of a plan file, read-only, after a check of its identifier and length.
+    """Return the bytes of a plan file, read-only, after a check of its identifier and length.
 
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
     truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
@@ -147,7 +147,7 @@ def verify_digest(image: memoryview, path: str) -> None:
 
 
 def decoded(image: memoryview, path: str) -> Plan:
-    """The plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
+    """Return the plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
     _, flatbuffer_nbytes, _, _ = TRAILER.unpack(image[-TRAILER.size :])
     try:
         return decode(image, flatbuffer_nbytes)
@@ -172,7 +172,7 @@ def check_frame(image: memoryview, path: str) -> None:
 
 
 def _resemblance(image: memoryview) -> str:
-    """The kind of file that it looks like, for the end of a message."""
+    """Return the kind of file that it looks like, for the end of a message."""
     start = bytes(image[:32])
     for signature, what in _SIGNATURES:
         if start.startswith(signature):

@@ -24,7 +24,7 @@ class Axes:
         self.outputs = self._sides([program.outputs for program in programs])
 
     def sizes(self, shapes: Sequence[Shape]) -> dict[str, int] | None:
-        """The sizes of the dimensions, given the shapes of the inputs; None where these contradict each other."""
+        """Return the sizes of the dimensions, given the shapes of the inputs; None where these contradict."""
         sizes: dict[str, int] = {}
         for shape, axes in zip(shapes, self.inputs, strict=True):
             if len(shape) != len(axes):
@@ -35,15 +35,15 @@ class Axes:
         return sizes
 
     def resized_inputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        """The inputs of a program, resized to these sizes of the dimensions."""
+        """Return the inputs of a program, resized to these sizes of the dimensions."""
         return tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in self.of_inputs(program))
 
     def of_inputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
-        """Each input of a program with the dimensions of its axes."""
+        """Return each input of a program with the dimensions of its axes."""
         return zip(program.inputs, self.inputs, strict=True)
 
     def of_outputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
-        """Each output of a program with the dimensions of its axes."""
+        """Return each output of a program with the dimensions of its axes."""
         return zip(program.outputs, self.outputs, strict=True)
 
     def _sides(self, sides: Sequence[Sequence[Tensor]]) -> tuple[tuple[str | None, ...], ...]:
@@ -51,7 +51,7 @@ class Axes:
         return tuple(tuple(map(self._dimension, axes)) for axes in shapes)
 
     def _dimension(self, sizes: Shape) -> str | None:
-        """The dimension of an axis with this size in each program."""
+        """Return the dimension of an axis with this size in each program."""
         if len(set(sizes)) == 1:
             return None
         names = list(self._profiles[0])
@@ -62,7 +62,7 @@ class Axes:
         return None
 
     def _causes(self, sizes: Shape) -> set[str]:
-        """The dimensions whose change alone changes the size of this axis."""
+        """Return the dimensions whose change alone changes the size of this axis."""
         causes = set()
         for name, groups in self._alike.items():
             seen: dict[int, int] = {}
@@ -82,17 +82,17 @@ class Axes:
 
 
 def resized(tensor: Tensor, axes: Sequence[str | None], sizes: Mapping[str, int]) -> Shape:
-    """The shape of a tensor whose axes have these dimensions, with new sizes for some of them."""
+    """Return the shape of a tensor whose axes have these dimensions, with new sizes for some of them."""
     return tuple(
         size if name is None else sizes.get(name, size) for size, name in zip(tensor.shape, axes, strict=True)
     )
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
-    """The shape of each tensor."""
+    """Return the shape of each tensor."""
     return tuple(tensor.shape for tensor in tensors)
 
 
 def profile_text(profile: Profile) -> str:
-    """The sizes of a profile, as shown in messages."""
+    """Return the sizes of a profile, as shown in messages."""
     return ", ".join(f"{name}={size}" for name, size in profile) or "none"

@@ -25,7 +25,7 @@ _LOCKED_AFTER_S = 3600.0
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in ``parent``, by default that of temporary files, removed at the end.
+    """Provide a new folder in ``parent``, by default that of temporary files, and remove it at the end.
 
     Raises OSError where none can be made in ``parent``, and NimbleError where there is no place for temporary files.
     """
@@ -109,7 +109,7 @@ _KINDS = {
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
-    """The place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
+    """Return the place to write a file of this name: symbolic links are followed, as ``cp`` and ``>`` do.
 
     Raises NimbleError where anything but a regular file is there.
     """
@@ -127,7 +127,7 @@ def destination(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write, which replaces ``path`` if the block ends without an error.
+    """Provide a file to write, which replaces ``path`` if the block ends without an error.
 
     A symbolic link is kept, and its target replaced. Until then the file is in a folder beside the target, which the
     next writer there removes if this process is killed. Raises NimbleError where it cannot be written; an existing file

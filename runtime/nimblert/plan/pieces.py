@@ -88,12 +88,12 @@ def touches(works: Sequence[Work]) -> dict[tuple[Region, int], Touches]:
 
 
 def cuts(touched: Touches) -> Ints:
-    """The offsets at which accesses begin or end, ascending; a piece lies between each two."""
+    """Return the offsets at which accesses begin or end, ascending; a piece lies between each two."""
     return np.unique(np.concatenate((touched.start, touched.end)))
 
 
 def count(touched: Touches) -> int:
-    """The number of pieces of all accesses together."""
+    """Return the number of pieces of all accesses together."""
     borders = cuts(touched)
     first, last = (np.searchsorted(borders, ends) for ends in (touched.start, touched.end))
     return int((last - first).sum())
@@ -119,7 +119,7 @@ def conflicts(touched: Touches) -> Iterator[Conflicts]:
 
 
 def _neighbours(touched: Touches, within: Ints, starts: Ints, counts: Ints, borders: Ints) -> Conflicts:
-    """The pairs among the accesses ``within``, each of which has ``counts`` pieces from ``starts``."""
+    """Return the pairs among the accesses ``within``, each of which has ``counts`` pieces from ``starts``."""
     access = np.repeat(within, counts)
     piece = np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(len(access))
     work, write = touched.work[access], touched.write[access]

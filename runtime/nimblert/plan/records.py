@@ -497,7 +497,7 @@ _LISTED = 4
 
 
 def listed(texts: Sequence[str]) -> str:
-    """The first few of these, as a repr lists them."""
+    """Return the first few of these, as a repr lists them."""
     return ", ".join(texts if len(texts) <= _LISTED else (*texts[:_LISTED], "..."))
 
 
@@ -506,7 +506,7 @@ def _brief(tensor: Tensor | Weight) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a number without a fraction, numpy's too; True is not one."""
+    """Return whether it is a number without a fraction, numpy's too; True is not one."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -515,7 +515,8 @@ class Limits:
     """Upper limits for a plan, checked before anything is allocated: whole numbers, else InputError.
 
     - ``memory_nbytes``: arena, state, inputs and outputs of all programs together, which is what an executable
-      allocates besides the weights. ``tensor_nbytes``: one contiguous input, output, parameter or weight.
+      allocates besides the weights; also the values between the nodes of each ONNX model of a CPU plan, which ONNX
+      Runtime allocates. ``tensor_nbytes``: one contiguous input, output, parameter, value or weight.
     - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
       of which is a Python object while it is checked.
     - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;

@@ -1,17 +1,15 @@
-"""The benchmark of other libraries' models: outcomes, and the table."""
+"""Outcomes of other libraries' models through the pipelines of -O2."""
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
+import model_zoo
 import pytest
 import torch
 from arithmetic import arithmetic
+from model_zoo import run
 from torch import nn
 
-from bench import environment, model_zoo
-from bench.model_zoo import STATUSES, run
 from nimblec.optimize.o2 import TRITON_NORMS
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe
 
@@ -27,7 +25,7 @@ def convolutional() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*layers), (torch.randn(1, 3, 8, 8),)
 
 
-def test_a_model_passes_with_fewer_calls() -> None:
+def test_model_zoo_passes_a_model_with_fewer_calls() -> None:
     result = run("convolutional", convolutional)
     assert result is not None
     assert result.status == "pass"
@@ -36,7 +34,7 @@ def test_a_model_passes_with_fewer_calls() -> None:
 
 
 @pytest.mark.parametrize(("factor", "error"), [(2.0, 1.0), (float("nan"), float("nan"))])
-def test_a_wrong_result_is_told(factor: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_zoo_reports_a_wrong_result(factor: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = Pipeline(Phase(name="wrong", passes=(Pass(run=partial(_scale, factor), reason="wrong anywhere"),)))
     *right, regions = TRITON_NORMS.pipelines
     monkeypatch.setattr(model_zoo, "TRITON_NORMS", Recipe("wrong", *right, scaling, regions))
@@ -70,25 +68,8 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "status"), [(Refused(), "refused"), (Broken(), "error")])
-def test_what_does_not_come_through_is_told(module: nn.Module, status: str) -> None:
+def test_model_zoo_reports_refusals_and_errors(module: nn.Module, status: str) -> None:
     result = run("module", lambda: (module, (torch.ones(3),)))
     assert result is not None
     assert result.status == status
     assert result.message
-
-
-def test_large_models_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_zoo, "LARGEST", 100)
-    assert run("convolutional", convolutional) is None
-
-
-def test_the_table_counts_models_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_zoo, "RESULTS", tmp_path)
-    monkeypatch.setattr(model_zoo, "LIBRARIES", {"some": None})
-    results: list[dict[str, Any]] = [
-        {"status": s, "calls": [9, 5, 3] if s == "pass" else []} for s in ("pass", *STATUSES)
-    ]
-    environment.write_results(tmp_path / "model_zoo_some.json", results)
-    row, _, provenance = model_zoo.markdown().splitlines()[-3:]
-    assert row == "| 5 of some | 2 | 1 | 1 | 1 | 18 | 10 | 6 |"
-    assert provenance.startswith(f"Commit {environment.commit()[:12]}; ")

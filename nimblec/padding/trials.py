@@ -1,0 +1,122 @@
+"""Runs of programs that show whether padding or splitting changes results."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from nimblec.base.difference import difference, numbers
+from nimblec.padding.draws import Arrays, Draws, Sizes, box_of
+from nimblert.check import program_rules
+from nimblert.errors import InputError
+from nimblert.executable import Executable
+from nimblert.plan import Fit, Program, Target
+from nimblert.plan.dimensions import Axes
+
+_TOLERANCE = {Target.CPU: 1e-4, Target.CUDA: 1e-2}
+"""Of an output's largest magnitude: programs of different sizes may add up in another order, and round to TF32."""
+
+
+class Trial:
+    """Runs of the programs of one entry."""
+
+    def __init__(self, executable: Executable, programs: Sequence[Program]) -> None:
+        self._executable = executable
+        self._programs = programs
+        self._axes = Axes(programs)
+        self._draws = {program.name: Draws(program, self._axes) for program in programs}
+        self._target = executable.plan.target
+
+    def writes_state(self, program: Program) -> bool:
+        """Return whether a run writes the state, into which padding must not get."""
+        return program_rules.writes_state(self._executable.plan.state, program)
+
+    def fit(self, program: Program, name: str, most: Fit) -> Fit:
+        """Return which calls with another size of one dimension a program serves, and no more than ``most``."""
+        size, others = dict(program.profile)[name], self._neighbours(program, name)
+        given = [of.count(name) for of in self._axes.outputs]
+        is_served = all(given) or self._draws[program.name].has_mask(name)
+        if not (size and others and is_served) or name in self._axes.bound or most is Fit.EXACT:
+            return Fit.EXACT
+        below = max((dict(p.profile)[name] for p in others), key=lambda n: (n < size, n))
+        used = {below + 1, size - 1} if below < size else {1, size - 1}
+        if not all(self.is_alone(program, stops={name: n}) for n in used - {0, size}):
+            return Fit.EXACT
+        if not all(self._agree(program, other, name, 0) for other in others):
+            return Fit.EXACT
+        if most is Fit.PADDED or not self.is_alone(program, starts={name: size - 1}):
+            return Fit.PADDED
+        agree = all(self._agree(program, other, name, start) for other in others for start in (1, None))
+        return Fit.SPLIT if agree else Fit.PADDED
+
+    def is_alone(self, program: Program, *, starts: Sizes | None = None, stops: Sizes | None = None) -> bool:
+        """Return whether elements before ``starts`` and beyond ``stops`` leave the others unchanged, bit for bit."""
+        return all(
+            self._same_box(program, given, starts or {}, stops or {})
+            for given in self._draws[program.name].surrounded(starts or {}, stops or {}, self._takes(program))
+        )
+
+    def _neighbours(self, program: Program, name: str) -> list[Program]:
+        """The programs of the next size below and above in one dimension, and of the same sizes in all others."""
+        profile = dict(program.profile)
+        row = [p for p in self._programs if {**dict(p.profile), name: 0} == {**profile, name: 0}]
+        row.sort(key=lambda p: dict(p.profile)[name])
+        at = row.index(program)
+        return [other for other in row[max(at - 1, 0) : at + 2] if other is not program]
+
+    def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
+        """Return whether runs on all of these give equal and finite outputs in the box."""
+        first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
+        return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
+
+    def _agree(self, one: Program, other: Program, name: str, start: int | None) -> bool:
+        """Whether the smaller of two programs agrees with elements of the larger, from ``start`` or the last ones."""
+        small, large = sorted((one, other), key=lambda p: dict(p.profile)[name])
+        count, total = dict(small.profile)[name], dict(large.profile)[name]
+        starts = {name: total - count if start is None else start}
+        stops = {name: starts[name] + count}
+        draws = self._draws[large.name]
+        for base in draws.bases():
+            whole = base if start != 0 else draws.merged(base, draws.filled, starts, stops)
+            expected = self._run(small, draws.part(base, starts, stops), {}, {})
+            found = self._run(large, whole, starts, stops)
+            if not all(map(_is_finite, expected)):
+                return False
+            tolerance = _TOLERANCE[self._target]
+            if not all(difference(e, f).within(tolerance) for e, f in zip(expected, found, strict=True)):
+                return False
+        return True
+
+    def _run(self, program: Program, arrays: Arrays, starts: Sizes, stops: Sizes) -> list[np.ndarray]:
+        """Return a box of each output."""
+        outputs = self._executable.run(arrays, entry=program.entry).values()
+        return [a[box_of(of, starts, stops)] for a, of in zip(outputs, self._axes.outputs, strict=True)]
+
+    def _takes(self, program: Program) -> Callable[[Arrays], bool]:
+        """Tell whether a program takes some inputs, as floats may become indices.
+
+        On a GPU, reading past a table ends the process, and tables are not read.
+        """
+
+        def takes(arrays: Arrays) -> bool:
+            if self._target is not Target.CPU:
+                return True
+            try:
+                self._run(program, arrays, {}, {})
+            except InputError:
+                return False
+            return True
+
+        return takes
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return bool(np.isfinite(numbers(array)).all())
+
+
+def _same(program: Program, one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:
+    """Return whether two runs of a program agree, bit for bit unless the framework's own runs differ."""
+    tolerance = program.golden.tolerance if program.golden else 0.0
+    return all(
+        a.tobytes() == b.tobytes() or (tolerance > 0 and difference(a, b).within(tolerance))
+        for a, b in zip(one, other, strict=True)
+    )
