@@ -29,7 +29,7 @@ def test_measure_times_plan_and_session(tmp_path: Path) -> None:
     assert cpu_overhead.prepared("bert, 2 layers, 16 tokens", tmp_path) == paths
     row = cpu_overhead.measure(*paths, 0.1, threads=1)
     assert row["bit_exact"]
-    assert row["launches"] > 10
+    assert row["launches"] == 1
     assert 0 < row["plan_ms"]["p5"] <= row["plan_ms"]["p95"]
     assert row["session_ms"]["p5"] > 0
     assert row["ratio"]["interval"][0] <= row["ratio"]["median"] <= row["ratio"]["interval"][1]
