@@ -180,8 +180,11 @@ def _check_unpooling(_model: ModelProto, node: NodeProto, scope: _Scope) -> None
     if shape is None or wanted is None:
         return
     numbers = {a.name: list(a.ints) for a in node.attribute}
-    kernel = numbers["kernel_shape"]
+    kernel = numbers.get("kernel_shape", [])
     strides, pads = numbers.get("strides", [1] * len(kernel)), numbers.get("pads", [0] * 2 * len(kernel))
+    # ONNX Runtime refuses a damaged one, with a sentence.
+    if not len(shape) - 2 == len(kernel) == len(strides) == len(pads) // 2:
+        return
     sizes = zip(shape[2:], strides, kernel, pads[: len(kernel)], pads[len(kernel) :], strict=True)
     expected = (*shape[:2], *((size - 1) * stride + width - a - b for size, stride, width, a, b in sizes))
     if wanted != expected:
@@ -206,10 +209,13 @@ def _drop_windows(_model: ModelProto, node: NodeProto, scope: _Scope) -> bool:
     padding = next((a.s for a in node.attribute if a.name == "auto_pad"), b"NOTSET")
     if shape is None or mode is None or padding.startswith(b"SAME"):
         return False
-    kernel = numbers["kernel_shape"]
+    kernel = numbers.get("kernel_shape", [])
     rank = len(kernel)
     strides, dilations = numbers.get("strides", [1] * rank), numbers.get("dilations", [1] * rank)
     pads = numbers.get("pads", [0] * 2 * rank) if padding == b"NOTSET" else [0] * 2 * rank
+    # ONNX Runtime refuses a damaged pool, with a sentence.
+    if not len(shape) - 2 == rank == len(strides) == len(dilations) == len(pads) // 2 or min(strides, default=0) < 1:
+        return False
     is_kept = []
     for axis, (size, stride) in enumerate(zip(shape[2:], strides, strict=True)):
         begun = size + pads[axis]

@@ -55,14 +55,17 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
 def infer_shapes(model: ModelProto) -> ModelProto:
     """Return a copy of ``model`` with the types that ONNX infers. Its large constants have no data.
 
-    ONNX copies the data of constants several times: 10 s for 500 MB.
+    ONNX copies the data of constants several times: 10 s for 500 MB. Raises UnsupportedModelError for a damaged model.
     """
     bare = ModelProto()
     bare.CopyFrom(model)
     for tensor in bare.graph.initializer:
         if prod(tensor.dims) > _READ_BY_INFERENCE:
             tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
-    return shape_inference.infer_shapes(bare, data_prop=True)
+    try:
+        return shape_inference.infer_shapes(bare, data_prop=True)
+    except shape_inference.InferenceError as exc:
+        raise UnsupportedModelError(f"its shapes cannot be inferred: {' '.join(str(exc).split())}") from exc
 
 
 def name_dimensions(model: ModelProto, inputs: Sequence[NamedInput]) -> None:

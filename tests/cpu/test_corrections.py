@@ -146,3 +146,10 @@ def resize(mode: str, scales: str) -> ModelProto:
 
 def parsed(text: str) -> ModelProto:
     return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> g {text}')
+
+
+def test_correct_refuses_pool_without_input() -> None:
+    pool = "MaxPool<kernel_shape=[2], ceil_mode=1>()"
+    text = f'<ir_version: 9, opset_import: ["" : 18]> g (float[1,1,5] x) => (y) {{ y = {pool} }}'
+    with pytest.raises(UnsupportedModelError, match=r"its shapes cannot be inferred: .*MaxPool.*Input 0"):
+        corrections.correct(onnx.parser.parse_model(text))
