@@ -354,10 +354,10 @@ class SessionCache:
         opened = _opened.get(key) if final else None
         if opened is None:
             dtypes = {parameter.name: parameter.dtype for parameter in kernel.parameters}
-            values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
             options = session_options(pool)
             options.enable_cpu_mem_arena = options.enable_mem_pattern = self._keeps_memory
             try:
+                values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
                 if code.inner:
                     _check_inner(kernel, code, inferred_types(code.model, values, self._folder))
                 opened = _Opened(open_session(code.code, values, self._folder, options), weights)
