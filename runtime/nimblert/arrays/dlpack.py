@@ -6,12 +6,11 @@ Arrays of other libraries are read from capsules (unversioned structs), or with 
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from nimblert.arrays.layouts import dense_strides
-from nimblert.plan import ITEM_NBYTES
 
 CUDA = 2
 """DLPack's kind of device for CUDA."""
@@ -92,18 +91,7 @@ def from_capsule(capsule: Any) -> Found:
 
 
 Raw: TypeAlias = tuple[int, bytes, bytes, bytes]
-"""An array's address, and its header, shape and strides as `raw_header` and `raw_numbers` write them."""
-
-
-def raw_header(dtype: str, rank: int, device: int) -> bytes:
-    """Return the header of arrays of this dtype and rank on a GPU."""
-    code = _CODES[dtype.rstrip("0123456789")]
-    return struct.pack("<iiiBBH", CUDA, device, rank, code, 8 * ITEM_NBYTES[dtype], 1)
-
-
-def raw_numbers(numbers: Sequence[int]) -> bytes:
-    """Return a shape, or strides in elements, as DLPack stores them."""
-    return struct.pack(f"<{len(numbers)}q", *numbers)
+"""An array's address, and its header, shape and strides as DLPack stores them."""
 
 
 class Exchange:
@@ -166,12 +154,6 @@ class Exchange:
             return found
 
         return raw
-
-    def watch(self, value: Any) -> Callable[[], bool]:
-        """Return a function that tells one thread whether an array still lies where it is now."""
-        reader = self.reader()
-        place = reader(value)
-        return lambda: reader(value) == place
 
 
 def _parsed(tensor: bytes) -> "tuple[int, bytes, ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]":

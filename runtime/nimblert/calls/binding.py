@@ -150,13 +150,13 @@ def _watch(value: Any, array: Array) -> Callable[[], bool]:
     """Return a function that tells whether the caller's array is still where it is now."""
     if isinstance(array, DeviceArray):
         exchange = dlpack.exchange(value)
-        return _stays(partial(_place, array)) if exchange is None else exchange.watch(value)
+        return _stays(partial(_place, array) if exchange is None else partial(exchange.reader(), value))
     if isinstance(value, np.ndarray):
         return _stays(partial(_place, value))
     return _stays(lambda: _place(device_arrays.from_host(value)))
 
 
-def _stays(where: Callable[[], _Place]) -> Callable[[], bool]:
+def _stays(where: Callable[[], object]) -> Callable[[], bool]:
     place = where()
     return lambda: where() == place
 
