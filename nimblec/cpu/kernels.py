@@ -5,7 +5,7 @@ Small constants (shapes, axes and scalars, which shape inference reads) are part
 ones are initializers without data, whose memory the runtime binds when it opens the session.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnx import (
@@ -31,7 +31,7 @@ from nimblert.cpu.onnx_session import nchwc_block_size
 from nimblert.plan import Kernel, Module, Parameter, ParameterKind
 from nimblert.plan.records import DEFAULT_LIMITS
 
-_POINTER_NBYTES = 8
+POINTER_NBYTES = 8
 
 _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
 """Operators whose constants `onnx_trust` reads as numbers, not as raw bytes."""
@@ -119,7 +119,7 @@ def build(
         operands.append((ParameterKind.OUTPUT, name, types[name]))
         model.graph.output.append(_value_info(names[name], types[name]))
     built = NodeKernel(
-        module=Module(origin=_origin(node), code=memoryview(model.SerializeToString(deterministic=True))),
+        module=Module(origin=origin([node.domain]), code=memoryview(model.SerializeToString(deterministic=True))),
         symbol=symbol(node),
         parameters=tuple(
             _parameter(position, kind, names[value], tensor_type)
@@ -132,13 +132,14 @@ def build(
 
 
 def _parameter(position: int, kind: ParameterKind, name: str, tensor_type: TensorType) -> Parameter:
-    offset = _POINTER_NBYTES * position
+    offset = POINTER_NBYTES * position
     dtype, shape = tensor_type.dtype, tensor_type.shape
-    return Parameter(offset=offset, nbytes=_POINTER_NBYTES, kind=kind, name=name, dtype=dtype, shape=shape)
+    return Parameter(offset=offset, nbytes=POINTER_NBYTES, kind=kind, name=name, dtype=dtype, shape=shape)
 
 
-def _origin(node: NodeProto) -> str:
-    return f"{ORIGIN} nchwc{nchwc_block_size()}" if node.domain == NCHWC_DOMAIN else ORIGIN
+def origin(domains: Iterable[str | None]) -> str:
+    """Return the origin of a module whose nodes are of these domains."""
+    return f"{ORIGIN} nchwc{nchwc_block_size()}" if NCHWC_DOMAIN in domains else ORIGIN
 
 
 def _captured(node: NodeProto) -> Iterator[str]:

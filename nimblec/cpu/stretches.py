@@ -19,6 +19,7 @@ import numpy as np
 
 from nimblec.base import places
 from nimblec.base.ir import Access, BufferKind, Graph, KernelWork, Op, Reference, Schedule, Task
+from nimblec.cpu.kernels import POINTER_NBYTES, origin
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import division, onnx_model, onnx_rules
 from nimblert.check.onnx_model import Model, Node, Opset, TensorValue, Value
@@ -36,8 +37,6 @@ _LARGEST_SHARED_NBYTES = 32 << 10
 
 _MOST_NBYTES = DEFAULT_LIMITS.model_nbytes // 2
 """The most bytes of the models that a stretch is made of."""
-
-_POINTER_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +240,6 @@ class _StretchModel:
         self._declared: dict[str, Value] = {}
         self._opsets: dict[str, int] = {}
         self._ir_version = 0
-        self._origin = onnx_rules.ORIGIN
 
     def add(self, node: _Node) -> None:
         """Add a node of a model of its own."""
@@ -304,14 +302,12 @@ class _StretchModel:
         read = self.inputs | self.initializers
         operands = {name: read[name] for name in self._order}
         operands |= {name: bound for name, bound in self.made.items() if name not in inner}
-        is_blocked = any(node.domain == onnx_rules.NCHWC_DOMAIN for node in self._nodes)
-        layout = f" nchwc{onnx_session.nchwc_block_size()}" if is_blocked else ""
         code = onnx_model.write_model(self.model(inner))
         return _Kernel(
-            module=Module(origin=f"{onnx_rules.ORIGIN}{layout}", code=memoryview(code)),
+            module=Module(origin=origin(node.domain for node in self._nodes), code=memoryview(code)),
             symbol=onnx_rules.symbol(self._nodes),
             operands=tuple(
-                (replace(parameter, name=name, offset=_POINTER_NBYTES * position), buffer)
+                (replace(parameter, name=name, offset=POINTER_NBYTES * position), buffer)
                 for position, (name, (parameter, buffer)) in enumerate(operands.items())
             ),
         )
@@ -354,7 +350,7 @@ class _JoinedGraph:
                 op=len(self._ops),
                 work=KernelWork(
                     kernel=self._number(kernel.module, kernel.symbol, tuple(p for p, _ in kernel.operands)),
-                    params=bytes(_POINTER_NBYTES * len(kernel.operands)),
+                    params=bytes(POINTER_NBYTES * len(kernel.operands)),
                     references=tuple(references),
                 ),
                 reads=tuple(reads),

@@ -52,7 +52,7 @@ def model_of(plan: Plan, launch: Launch) -> Model:
 
 
 def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
-    """The ops of several nodes follow that of their launch."""
+    """Return the parts of a launch: its nodes, whose ops follow its own, or the launch where it has one node."""
     kernel = plan.kernels[launch.kernel]
     pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
     outputs = {p.name: p for p in kernel.parameters if p.kind is ParameterKind.OUTPUT}
@@ -63,10 +63,10 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
         )
         for name, p in outputs.items()
     }
-    if not kernel.symbol.endswith(" ops)"):
+    graph = model_of(plan, launch).graph or Graph()
+    if len(graph.node) == 1:
         reads = [access.pointer.region for access in launch.reads]
         return [Part(op=launch.op, reads_values=not _VALUES.isdisjoint(reads), results=tuple(bound.values()))]
-    graph = model_of(plan, launch).graph or Graph()
     for name, dtype, shape in map(declared, graph.value_info):
         nbytes = prod(shape or ()) * ITEM_NBYTES[dtype or ""]
         bound[name or ""] = NodeResult(nbytes=nbytes, dtype=dtype or "", name=name or "")
