@@ -9,7 +9,7 @@ import pytest
 from copying import copying
 from host_driver import HostDriver
 
-from nimblec.base import gpu_lock as gpu_turn
+from nimblec.base import gpu_lock
 from nimblec.cuda.timing import CudaTimer
 from nimblert.cuda import driver
 
@@ -47,10 +47,10 @@ class ClockedDriver(HostDriver):
 
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(gpu_turn, "_folder", lambda: tmp_path)
-    gpu_turn._gpu.cache_clear()
+    monkeypatch.setattr(gpu_lock, "_folder", lambda: tmp_path)
+    gpu_lock._gpu.cache_clear()
     yield
-    gpu_turn._gpu.cache_clear()
+    gpu_lock._gpu.cache_clear()
 
 
 @pytest.mark.parametrize("launch_us", [5.0, 90.0])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nimblec.base import gpu_lock as gpu_turn
+from nimblec.base import gpu_lock
 from nimblec.base.gpu_lock import locked, undisturbed
 from nimblec.base.installation import environment
 
@@ -70,12 +70,12 @@ def test_nobody_waits_where_no_file_can_be_written(tmp_path: Path) -> None:
 
 def test_the_lock_is_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = {"cuDeviceGet": 0, "cuDeviceGetPCIBusId": b"0000:3B:00.0\0\0\0\0"}
-    monkeypatch.setattr(gpu_turn, "call", lambda api, *_: results[api])
-    monkeypatch.setattr(gpu_turn, "_folder", lambda: tmp_path)
-    gpu_turn._gpu.cache_clear()
-    with gpu_turn.timing_alone():
+    monkeypatch.setattr(gpu_lock, "call", lambda api, *_: results[api])
+    monkeypatch.setattr(gpu_lock, "_folder", lambda: tmp_path)
+    gpu_lock._gpu.cache_clear()
+    with gpu_lock.timing_alone():
         assert "timing-0000.3B.00.0.lock" in {path.name for path in tmp_path.iterdir()}
-    gpu_turn._gpu.cache_clear()
+    gpu_lock._gpu.cache_clear()
 
 
 def test_who_waits_is_next(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_who_waits_is_next(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gpu_turn, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(gpu_turn, "_gpu", lambda: "a")
+    monkeypatch.setattr(gpu_lock, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(gpu_lock, "_gpu", lambda: "a")
     return tmp_path / "timing-a.lock"
 
 
