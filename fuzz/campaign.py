@@ -20,7 +20,7 @@ from pathlib import Path
 
 MEMORY_NBYTES = 1 << 30
 """Address space that a child may add to that of its start."""
-CASE_CPU_S = 20
+CASE_CPU_S = 10
 """Limit of the CPU time of a case: beyond, it hangs."""
 CASE_S = 120.0
 """Limit of its wall-clock time, with allowance for a busy machine."""
@@ -35,15 +35,15 @@ class Fuzzer:
     """``build`` makes the file of case ``number`` of a seed; ``judge`` runs it and returns its outcome in a word.
 
     ``judge`` raises on any outcome that is not allowed. A ``build`` that may crash passes its unfinished file to its
-    last argument first. ``start`` prepares a child. ``excuse`` returns the outcome of a case that may end its child, ""
-    for any other. ``keep`` writes a finding to a path, to which it may add a suffix.
+    last argument first. ``start`` prepares a child. ``excuse`` returns the outcome of a case that may end its child or
+    outlast it, "" for any other. ``keep`` writes a finding to a path, to which it may add a suffix.
     """
 
     name: str
     build: Callable[[int, int, Callable[[bytes], object]], bytes]
     judge: Callable[[bytes], str]
     start: Callable[[], None] = lambda: None
-    excuse: Callable[[bytes], str] = lambda _file: ""
+    excuse: Callable[[bytes, bool], str] = lambda _file, _hung: ""
     keep: Callable[[bytes, Path], object] = lambda file, path: path.with_suffix(".plan").write_bytes(file)
 
 
@@ -205,7 +205,7 @@ class _Campaign:
         number = child.number()
         if status == 0:
             return None if child.is_done else number
-        outcome = "" if hung else self._fuzzer.excuse(child.case.read_bytes() if child.case.exists() else b"")
+        outcome = self._fuzzer.excuse(child.case.read_bytes() if child.case.exists() else b"", hung)
         if outcome:
             self._outcomes[outcome] += 1
         else:

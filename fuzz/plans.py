@@ -11,7 +11,7 @@ from typing import Any
 
 from fuzz import guarded
 from fuzz.campaign import Fuzzer, main
-from fuzz.corpus import judge
+from fuzz.corpus import excuse, judge
 from nimblec.plan import encoder
 from nimblert.check.verify import parse_plan
 from nimblert.errors import PlanFormatError
@@ -137,4 +137,4 @@ def _changed_bytes(value: memoryview | bytes, rng: random.Random) -> memoryview 
 
 if __name__ == "__main__":
     _sources()
-    sys.exit(main(Fuzzer(name="plans", build=build, judge=judge, start=guarded.install)))
+    sys.exit(main(Fuzzer(name="plans", build=build, judge=judge, start=guarded.install, excuse=excuse)))

@@ -148,7 +148,7 @@ def kind_of(file: bytes, judge: Callable[[bytes], str] = judge_plan) -> str:
 
     "A or B" is right without either, "A and B" only without both.
     """
-    if excuse(file):
+    if excuse(file, False):
         return ""
     try:
         return str(sessions.apart(_kind, file, judge, _class_of))
@@ -216,8 +216,10 @@ def keep(file: bytes, path: Path) -> None:
             np.save(path / f"{number}-{name}.npy", array)
 
 
-def excuse(file: bytes) -> str:
+def excuse(file: bytes, hung: bool) -> str:
     """Return the outcome of a case that ended its process, where the unoptimised session does so too."""
+    if hung:
+        return ""
     try:
         sessions.apart(reference, ModelProto.FromString(file))
     except sessions.CrashError:

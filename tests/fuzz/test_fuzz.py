@@ -3,13 +3,12 @@
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from fuzz import corpus, decoder, plans
+from fuzz import decoder, plans
 from nimblert.check.verify import parse_plan, read_plan
 from nimblert.errors import PlanError, PlanInvalidError
 from nimblert.plan import container
@@ -80,21 +79,6 @@ def test_damaged_plans_are_refused_or_read() -> None:
         except PlanError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
-
-
-def compute(seconds: float) -> None:
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-
-
-def test_a_run_ends_by_what_it_computes_or_when_it_waits_for_ever() -> None:
-    with corpus._interrupted_after(0.3, 60):
-        time.sleep(1)
-    with pytest.raises(KeyboardInterrupt), corpus._interrupted_after(0.3, 60):
-        compute(10)
-    with pytest.raises(KeyboardInterrupt), corpus._interrupted_after(10, 0.3):
-        time.sleep(10)
 
 
 MADE_UP = """
