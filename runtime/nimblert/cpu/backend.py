@@ -26,9 +26,24 @@ from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
-from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate
+from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate, refusal
 from nimblert.errors import InputError, PlanInvalidError
-from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
+from nimblert.plan import (
+    Command,
+    Launch,
+    Memcpy,
+    Memset,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Switch,
+    Tensor,
+    Wait,
+    While,
+    Work,
+)
 from nimblert.plan.dimensions import Shapes
 from nimblert.plan.pieces import writes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
@@ -161,6 +176,7 @@ class CpuBackend:
         self.program = program
         self.bound: frozenset[str] = frozenset()
         self._sessions = loaded.sessions
+        self._bodies = loaded.plan.bodies
         _check_events(program)
         self._own = HostMemory(loaded.plan, program, poison=poison, weights=loaded.weights, working=working)
         self._build(self._own)
@@ -172,13 +188,13 @@ class CpuBackend:
         self.memory = memory
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
+        self._failures = (*runtime_errors(), MemoryError)
         with self._sessions.lock, self._sessions:
-            self._bound = [(command, self._step(command, i)) for i, command in enumerate(self.program.commands)]
+            self._bound = self._steps(self.program)
         threads = self._sessions.streams_by_thread(self.program)
         streams = [[bound for bound in self._bound if bound[0].stream in own] for own in threads]
         issued = [steps for steps in streams if steps] or [[]]
-        failures = (*runtime_errors(), MemoryError)
-        self._streams = Streams(issued, self._gates, self._options, failures, partial(_origin, self.program))
+        self._streams = Streams(issued, self._gates, self._options, self._failures, partial(_origin, self.program))
         self._dropped = weakref.finalize(self, self._streams.close)
         self._dropped.atexit = False  # a daemon thread may run until the process ends
 
@@ -278,10 +294,14 @@ class CpuBackend:
         self.inputs = self.outputs = ()
         del self._streams, self._bound, self.memory, self._own
 
-    def _step(self, command: Command, index: int) -> Step:
+    def _steps(self, program: Program) -> list[tuple[Command, Step]]:
+        """Return the commands of the program, or of a body, each ready to run."""
+        return [(command, self._step(program, command, i)) for i, command in enumerate(program.commands)]
+
+    def _step(self, program: Program, command: Command, index: int) -> Step:
         match command:
             case Launch():
-                pool = self._sessions.pools(self.program)[index]
+                pool = self._sessions.pools(program)[index]
                 return self._sessions.bind(command, pool, self.memory, self._options, f"commands[{index}]")
             case Memcpy():
                 target = self.memory.range(command.dst, command.nbytes, written=True)
@@ -290,10 +310,45 @@ class CpuBackend:
                 nbytes = command.count * command.element_nbytes
                 elements = self.memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
                 return partial(elements.fill, command.value)
+            case While():
+                condition, body = self.memory.range(command.condition, 1), self._body(command.body)
+                return partial(_loop, condition, body, command.limit, _origin(program, command))
+            case Switch():
+                return partial(_branch, self.memory.range(command.index, 1), [*map(self._body, command.bodies)])
             case Record():
                 return partial(open_gate, self._gates[command.event])
             case Wait():
                 return partial(pass_gate, self._gates[command.event])
+
+    def _body(self, index: int) -> Step:
+        """Return a call that runs a body in issue order, on the thread that calls it."""
+        body = self._bodies[index]
+        bound = [(command, step) for command, step in self._steps(body) if isinstance(command, Work)]
+        return partial(_run_body, body, bound, self._failures)
+
+
+def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple[type[Exception], ...]) -> None:
+    for command, step in bound:
+        try:
+            step()
+        except failures as exc:
+            raise refusal(_origin(body, command, exc), exc) from exc
+
+
+def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
+    trips = 0
+    while condition[0]:
+        if trips == limit:
+            raise InputError(
+                f"{origin}: has not ended after {limit} trips, the limit that the plan was compiled with: give other "
+                "inputs, or compile with a higher --trip-limit"
+            )
+        trips += 1
+        body()
+
+
+def _branch(index: np.ndarray, bodies: Sequence[Step]) -> None:
+    bodies[min(int(index[0]), len(bodies) - 1)]()
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
@@ -317,8 +372,8 @@ def _check_events(program: Program) -> None:
             raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
 
 
-def _origin(program: Program, command: Command, failure: Exception) -> str:
-    """Return the op that failed: of a model of several nodes that of the node which ONNX Runtime names.
+def _origin(program: Program, command: Command, failure: object = "") -> str:
+    """Return the op of a command: of a model of several nodes that of the node which ONNX Runtime's ``failure`` names.
 
     The ops of the nodes follow the op of their launch.
     """
