@@ -103,12 +103,20 @@ class FillWork:
     element_nbytes: int
 
 
-Work: TypeAlias = KernelWork | CopyWork | FillWork
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CropWork:
+    """Output ``output`` of the graph cut to ``sizes``: int64 numbers, one for each of its dimensions."""
+
+    output: int
+    sizes: Access
+
+
+Work: TypeAlias = KernelWork | CopyWork | FillWork | CropWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One kernel launch, copy or fill.
+    """One kernel launch, copy, fill or crop.
 
     ``programmatic_after`` is the task (a lower index) from which this one was captured with a
     programmatic edge: it may start before the preceding launch has ended, and waits for it itself.

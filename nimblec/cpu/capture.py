@@ -13,8 +13,21 @@ from types import MappingProxyType
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from nimblec.base import places
 from nimblec.base.errors import UnsupportedModelError
-from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.base.ir import (
+    Access,
+    Buffer,
+    BufferKind,
+    CopyWork,
+    CropWork,
+    Graph,
+    KernelWork,
+    Op,
+    Reference,
+    Task,
+    TensorView,
+)
 from nimblec.base.options import InputSpec, NamedInput
 from nimblec.base.places import Phase
 from nimblec.cpu import kernels, values
@@ -23,6 +36,7 @@ from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.reference import ReferenceModel
+from nimblec.cpu.regions import REGION, find_regions
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
 from nimblec.cpu.unchanged import unchanged
@@ -31,6 +45,7 @@ from nimblec.onnx_import import model_file, model_nodes, model_shapes
 from nimblec.onnx_import.input_arrays import check_examples, make_constant
 from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
+from nimblert.plan.dimensions import Shape
 
 _RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
@@ -88,7 +103,8 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
     refuse_random(model.proto.graph)
     held = unchanged(model.proto, model.folder, optimized)
     kept = held if weights is None else held.intersection(weights)
-    graph = graph_of(optimized, model.ranges, model.state, kept, sources_of(model.proto, optimized.proto.graph.node))
+    sources = sources_of(model.proto, optimized.proto.graph.node)
+    graph = graph_of(optimized, model.ranges, model.state, kept, sources, model.bounds)
     replaceable = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.proto.graph.initializer) - replaceable)
 
@@ -99,14 +115,16 @@ def graph_of(
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
+    bounds: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Graph:
     """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
-    ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
+    ``sources`` are the sources of nodes by their first output; without them a node's source is its name. ``bounds`` are
+    the largest shapes of some outputs whose sizes depend on values.
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, sample_ranges, weights, state, sources or {})
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, bounds)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
@@ -160,18 +178,24 @@ class _Builder:
         weights: Collection[str],
         state: Sequence[ModelState],
         sources: Mapping[str, str],
+        bounds: Mapping[str, Shape],
     ) -> None:
         model = self._model = optimized.proto
         self._weights = weights
         self._sources = sources
         self._header = kernels.header(model)
         self._arrays = optimized.arrays
-        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._types = values.infer(optimized, model_file.inputs(model), sample_ranges)
         kept = {tensor.output for tensor in state}
-        self._returned = [value.name for value in model.graph.output if value.name not in kept]
+        self._outputs = [value.name for value in model.graph.output if value.name not in kept]
+        found = values.infer(optimized, model_file.inputs(model), sample_ranges)
+        if resized := next((tensor for tensor in state if tensor.output in found.unsized), None):
+            raise UnsupportedModelError(f"state {resized.name!r}: its size after a run depends on values")
+        self._regions = find_regions(optimized, found, self._outputs, bounds)
+        self._constants, self._types = self._regions.constants, self._regions.values.types
+        cropped = self._regions.cropped
+        self._returned = [cropped[name].padded if name in cropped else name for name in self._outputs]
         self._state = {tensor.input: tensor for tensor in state}
-        self._placement = place_state(model.graph.node, state, self._types, self._returned)
+        self._placement = place_state(self._regions.nodes, state, self._types, self._returned)
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
         self._constant_of: dict[bytes, int] = {}
@@ -195,7 +219,8 @@ class _Builder:
 
     def _add_node(self, node: NodeProto) -> None:
         """The task of a node, with buffers for what it writes."""
-        built = kernels.build(node, self._types, self._constants, self._header)
+        nodes = self._regions.members[node.output[0]] if node.domain == REGION else [node]
+        built = kernels.build(nodes, self._types, self._constants, self._header, self._regions.values.unsized)
         for name in filter(None, node.output):
             if name in self._placement.places:
                 self._buffer_of[name] = self._buffer(self._placement.places[name])
@@ -207,11 +232,15 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        source = self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
-        self._ops.append(Op(name=built.symbol, source=source))
+        ops = [Op(name=kernels.symbol(member), source=self._source(member)) for member in nodes]
+        op = len(self._ops)
+        if len(nodes) > 1:
+            self._ops.append(Op(name=built.symbol, source=places.joined(op.source for op in ops)))
+        self._ops += ops
         self._tasks.append(
             Task(
-                op=len(self._ops) - 1,
+                op=op,
+                joined=len(self._ops) - op - 1,
                 work=KernelWork(
                     kernel=self._kernels.setdefault(kernel, len(self._kernels)),
                     params=bytes(kernel.params_nbytes),
@@ -224,6 +253,18 @@ class _Builder:
                 writes=tuple(a for a, role in zip(accesses, roles, strict=True) if role is ParameterKind.OUTPUT),
             )
         )
+
+    def _source(self, node: NodeProto) -> str:
+        return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
+
+    def _add_crop(self, output: int, name: str) -> None:
+        """The task that cuts an output of unknown size."""
+        value = self._regions.cropped[name].sizes
+        sizes = Access(buffer=self._buffer(value), offset=0, nbytes=self._types[value].nbytes)
+        maker = next(node for node in self._model.graph.node if name in node.output)
+        self._ops.append(Op(name="crop", source=self._source(maker)))
+        work = CropWork(output=output, sizes=sizes)
+        self._tasks.append(Task(op=len(self._ops) - 1, work=work, reads=(sizes,), writes=()))
 
     def graph(self) -> Graph:
         """Return the finished Graph."""
@@ -239,7 +280,13 @@ class _Builder:
             source = saved[value] if value in saved else self._buffer(value)
             self._copy_to(self._buffer(state), source, self._state[state].name)
         self._buffer_of |= saved
-        outputs = tuple(self._view(name, self._type(name)) for name in self._returned)
+        for index, name in enumerate(self._outputs):
+            if name in self._regions.cropped:
+                self._add_crop(index, name)
+        outputs = tuple(
+            replace(self._view(value, self._type(value)), name=name)
+            for name, value in zip(self._outputs, self._returned, strict=True)
+        )
         return Graph(
             modules=tuple(self._modules),
             kernels=tuple(self._kernels),

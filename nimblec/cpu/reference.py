@@ -19,6 +19,7 @@ from nimblec.onnx_import.model_file import ModelTensor
 from nimblert import golden
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Profile
+from nimblert.plan.dimensions import Shape
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -30,7 +31,8 @@ SEED = 0
 class ReferenceModel:
     """The model of a program; it has static shapes. ``folder`` has its external data.
 
-    ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them.
+    ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them, ``bounds``
+    the largest shapes of outputs whose sizes depend on values.
     """
 
     entry: str
@@ -40,6 +42,7 @@ class ReferenceModel:
     state: tuple[ModelState, ...] = ()
     ranges: Ranges = field(default_factory=dict)
     examples: Arrays = field(default_factory=dict)
+    bounds: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[ModelTensor]:

@@ -8,6 +8,7 @@ from nimblec.schedule.lifetimes import used_buffers
 from nimblert.plan import (
     Access,
     Command,
+    Crop,
     Launch,
     Memcpy,
     Memset,
@@ -22,6 +23,7 @@ from nimblert.plan import (
     Weight,
 )
 from nimblert.plan import Work as CommandWork
+from nimblert.plan.pieces import SIZE_NBYTES
 
 _REGIONS = {
     ir.BufferKind.CONSTANT: Region.WEIGHTS,
@@ -203,6 +205,15 @@ def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic:
                 value=value,
                 element_nbytes=element_nbytes,
                 count=count,
+                duration_ns=task.duration_ns,
+            )
+        case ir.CropWork(output=output, sizes=sizes):
+            return Crop(
+                stream=stream,
+                op=op,
+                output=output,
+                sizes=locate(sizes.buffer, sizes.offset),
+                rank=sizes.nbytes // SIZE_NBYTES,
                 duration_ns=task.duration_ns,
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, CropWork, FillWork, Graph, KernelWork, Task, Work
 from nimblec.schedule.dag import Dag, ancestors, descendants
 
 
@@ -226,3 +226,5 @@ def _work(work: Work, name: Callable[[int], int]) -> Work:
             return replace(work, dst=_access(work.dst, name), src=_access(work.src, name))
         case FillWork():
             return replace(work, dst=_access(work.dst, name))
+        case CropWork():
+            return replace(work, sizes=_access(work.sizes, name))

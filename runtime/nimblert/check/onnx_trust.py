@@ -57,20 +57,28 @@ _INTEGER_NBYTES = {6: 4, 7: 8}
 Rule = Callable[[Call], Iterator[str]]
 
 _ANY_SHAPE = """
-Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
-Cast Ceil Celu Clip Concat ConstantOfShape Cos Cosh Div Dropout Elu Equal Erf Exp Expand Flatten Floor Gather
-GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN LeakyRelu Less LessOrEqual
-Log Loop MatMul Max Mean Min Mod Mul Neg Not Or PRelu Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
-ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan Selu
-SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength ConcatFromSequence
-OptionalGetElement OptionalHasElement Shape Sigmoid Sign Sin Sinh Size Slice Softplus Softsign Split
-Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast
+Ceil Celu Clip Compress Concat ConcatFromSequence ConstantOfShape Cos Cosh CumSum Div Dropout Elu Equal Erf Exp
+Expand Flatten Floor Gather GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN
+LeakyRelu Less LessOrEqual Log LogSoftmax Loop MatMul Max Mean Min Mod Mul Neg NonZero Not OptionalGetElement
+OptionalHasElement Or PRelu Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
+ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan ScatterND Selu SequenceAt
+SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape Sigmoid Sign Sin Sinh Size Slice
+Softmax Softplus Softsign Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unsqueeze Where Xor
 com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
-"""Operators that accept empty tensors. Only these may be in bodies of loops and branches, whose shapes are not known
-before a run."""
+"""Operators that accept empty tensors. Only these, and those of `_UNLESS`, may be in bodies of loops and branches or
+touch other values whose shapes are not known before a run."""
+
+_UNLESS = {"GatherND": "batch_dims", "Unique": "axis"}
+"""Operators that accept empty tensors, too, but for calls with this attribute: `_batch_dims` needs the ranks, and
+Unique ends the process where an axis of an empty tensor is given."""
+
+SIZED_BY_VALUES = frozenset({"NonMaxSuppression", "Unique"})
+"""Operators that may make a value of unknown size of inputs that are known not to be empty: they allocate it when they
+have computed it. NonMaxSuppression reads its limits without a look at their sizes."""
 
 _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters give as empty tensors instead of omitting them."""
@@ -110,6 +118,9 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
     """
     if operator == "Scan":
         return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
+    if operator in _UNLESS:
+        given = (attribute for attribute in attributes if attribute.name == _UNLESS[operator])
+        return not any(attribute.i or operator == "Unique" for attribute in given)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
 
 

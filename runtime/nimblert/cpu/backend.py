@@ -22,7 +22,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.backend import RunAt
-from nimblert.calls.outputs import no_memory
+from nimblert.calls.outputs import filled, no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
@@ -30,6 +30,7 @@ from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate, r
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import (
     Command,
+    Crop,
     Launch,
     Memcpy,
     Memset,
@@ -44,7 +45,7 @@ from nimblert.plan import (
     While,
     Work,
 )
-from nimblert.plan.dimensions import Shapes
+from nimblert.plan.dimensions import Shape, Shapes
 from nimblert.plan.pieces import writes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
@@ -143,7 +144,7 @@ class CpuCall:
         self._backend.place(arrays)
         self._backend.run()
         try:
-            return {name: view.copy() for name, view in self._views if name not in self._backend.bound}
+            return {name: view.copy() for name, view in self._filled() if name not in self._backend.bound}
         except MemoryError as exc:
             raise no_memory(exc) from exc
 
@@ -157,19 +158,25 @@ class CpuCall:
         self._backend.place(arrays)
         self._backend.run()
         results = {}
-        for name, view in self._views:
+        into = filled(out, self._backend.sizes)
+        for name, view in self._filled():
             if name in out:
-                np.copyto(out[name], view)
+                np.copyto(into[name], view)
             elif name not in self._backend.bound:
                 results[name] = view if reuse_outputs else view.copy()
         return results
+
+    def _filled(self) -> Iterable[tuple[str, np.ndarray]]:
+        """Return the outputs of the last run by name, as views."""
+        return filled(dict(self._views), self._backend.sizes).items() if self._backend.sizes else self._views
 
 
 class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
     ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
-    run one at a time. ``bound`` are the names of inputs and outputs in memory of the caller.
+    run one at a time. ``bound`` are the names of inputs and outputs in memory of the caller, ``sizes`` those that the
+    last run gave to cropped outputs, by name.
     """
 
     def __init__(self, loaded: CpuLoaded, program: Program, working: HostWorking, *, poison: bool = False) -> None:
@@ -186,6 +193,7 @@ class CpuBackend:
         self._gates = [threading.Lock() for _ in range(self.program.event_count)]
         self._options = run_options()
         self.memory = memory
+        self.sizes: dict[str, Shape] = {}
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
         self._failures = (*runtime_errors(), MemoryError)
@@ -315,6 +323,9 @@ class CpuBackend:
                 return partial(_loop, condition, body, command.limit, _origin(program, command))
             case Switch():
                 return partial(_branch, self.memory.range(command.index, 1), [*map(self._body, command.bodies)])
+            case Crop():
+                sizes = self.memory.array(command.sizes, "int64", (command.rank,))
+                return partial(_crop, self.sizes, program.outputs[command.output], sizes)
             case Record():
                 return partial(open_gate, self._gates[command.event])
             case Wait():
@@ -349,6 +360,16 @@ def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
 
 def _branch(index: np.ndarray, bodies: Sequence[Step]) -> None:
     bodies[min(int(index[0]), len(bodies) - 1)]()
+
+
+def _crop(filled_sizes: dict[str, Shape], output: Tensor, sizes: np.ndarray) -> None:
+    found = tuple(sizes.tolist())
+    if not all(0 <= size <= most for size, most in zip(found, output.shape, strict=True)):
+        raise InputError(
+            f"output {output.name!r}: has the shape {found} for these inputs, and the plan's bound is {output.shape}: "
+            f"compile with a larger --bound {output.name}={'x'.join(map(str, found))}"
+        )
+    filled_sizes[output.name] = found
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
