@@ -1,24 +1,33 @@
 """Placement of state: which values are written straight into its memory, and in which order.
 
-The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`). The
-node that computes the next value writes it into the tensor's memory, and so do the nodes before it that change
+The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`); so does the
+body of a loop what it carries (`nimblec.cpu.control`). The node that computes the next value writes it into the tensor's memory, and so do the nodes before it that change
 some rows in place, if all readers of the older values can run before them. Otherwise the next value is copied
 there at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from onnx import NodeProto
 
 from nimblec.cpu.constants import TensorType
 from nimblec.graph.topological_order import topological_order
-from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_nodes
 from nimblert.check import onnx_operators
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
 """Operators that change a part of a tensor; out of place they copy all of it."""
+
+
+class Kept(Protocol):
+    """What is found in some memory before a run, and left there by it: two values of a model; "" leaves the first."""
+
+    @property
+    def input(self) -> str: ...
+    @property
+    def output(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,7 @@ class Placement:
 
 
 def place_state(
-    nodes: Sequence[NodeProto], state: Sequence[ModelState], types: Mapping[str, TensorType], returned: Sequence[str]
+    nodes: Sequence[NodeProto], state: Sequence[Kept], types: Mapping[str, TensorType], returned: Sequence[str]
 ) -> Placement:
     """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
     graph = _Order(nodes)
@@ -55,7 +64,7 @@ def place_state(
 
 
 def _chains(
-    tensor: ModelState, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
+    tensor: Kept, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
 ) -> Iterator[list[str]]:
     """Lists of values that may be written into the state's memory one after the other, the longest first."""
     if tensor.output not in graph.maker or tensor.output in taken:
