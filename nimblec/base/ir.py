@@ -107,7 +107,7 @@ class FillWork:
 class BodyCall:
     """A run of ``Graph.bodies[body]``.
 
-    ``buffers`` holds for each buffer of kind INPUT or OUTPUT of the body's graph, in order, that of the graph around it.
+    ``buffers`` holds, for each buffer of kind INPUT or OUTPUT of the body's graph in order, that of the graph around.
     ``scratch`` is the buffer for the body's arena, -1 before the body is scheduled.
     """
 
@@ -150,9 +150,10 @@ def calls_of(work: Work) -> tuple[BodyCall, ...]:
 class Task:
     """One kernel launch, copy or fill, a loop or a branch.
 
-    The accesses of a loop or branch are those of its bodies outside of their own memory. ``programmatic_after`` is the task (a lower index) from which this one was captured with a
-    programmatic edge: it may start before the preceding launch has ended, and waits for it itself.
-    None if it may not. ``joined`` is the number of tasks that this one was joined of, whose ops follow its own.
+    The accesses of a loop or branch are those of its bodies outside of their own memory. ``programmatic_after`` is the
+    task (a lower index) from which this one was captured with a programmatic edge: it may start before the preceding
+    launch has ended, and waits for it itself. None if it may not. ``joined`` is the number of tasks that this one was
+    joined of, whose ops follow its own.
     """
 
     op: int

@@ -109,7 +109,8 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
     refuse_random(model.proto.graph)
     held = unchanged(model.proto, model.folder, optimized)
     kept = held if weights is None else held.intersection(weights)
-    graph = graph_of(optimized, model.ranges, model.state, kept, sources_of(model.proto, optimized.proto.graph.node))
+    sources = sources_of(model.proto, optimized.proto.graph.node)
+    graph = graph_of(optimized, model.ranges, model.state, kept, sources, trip_limit=model.trip_limit)
     replaceable = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.proto.graph.initializer) - replaceable)
 
@@ -120,6 +121,7 @@ def graph_of(
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
+    trip_limit: int = 1 << 20,
 ) -> Graph:
     """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
@@ -127,7 +129,7 @@ def graph_of(
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, sample_ranges, weights, state, sources or {})
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, trip_limit)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
@@ -190,7 +192,9 @@ class _Builder:
         weights: Collection[str],
         state: Sequence[ModelState | control.Slot],
         sources: Mapping[str, str],
+        trip_limit: int,
     ) -> None:
+        self._trip_limit = trip_limit
         self._optimized = optimized
         model = self._model = optimized.proto
         self._weights = weights
@@ -285,17 +289,18 @@ class _Builder:
         return self._buffer_of[name]
 
     def _control(self, node: NodeProto) -> "_Control":
-        """Return a control-flow node with the graphs of its bodies. Raises UnsupportedModelError for sizes that vary."""
-        scope = control.Scope(model=self._optimized, types=self._types)
-        loop = control.loop(node, scope) if node.op_type != "If" else None
+        """Return the graphs of the bodies of a node. Raises UnsupportedModelError for sizes that vary."""
+        constants = {name: type_of(tensor) for name, tensor in self._constants.items() if name in self._arrays}
+        scope = control.Scope(model=self._optimized, types=self._types | constants)
+        loop = control.loop(node, scope, self._trip_limit) if node.op_type != "If" else None
         bodies = control.branches(node, scope) if loop is None else (loop.body,)
         graphs = []
         for body in bodies:
-            builder = _Builder(body.model, {}, (), body.slots, self._sources)
+            builder = _Builder(body.model, {}, (), body.slots, self._sources, self._trip_limit)
             for tensor in model_file.inputs(body.model.proto):
                 builder.add_input(tensor.name, None)
             for slot in body.slots:
-                found = builder._type(slot.output)  # noqa: SLF001 - of its own class
+                found = builder._type(slot.output)
                 if found != slot.type and found.nbytes > 1:  # a condition may have the shape [1]
                     raise UnsupportedModelError(f"{slot.output!r} changes its size")
             graphs.append(builder.graph())
@@ -319,7 +324,8 @@ class _Builder:
             for before in loop.before:
                 self._types[before.output[0]] = TensorType(dtype="bool", shape=loop.start_shape)
                 self._add_kernel(before)
-            slots = [self._carry(carried, slot.type) for carried, slot in zip(loop.carried, loop.body.slots, strict=True)]
+            values = zip(loop.carried, loop.body.slots, strict=True)
+            slots = [self._carry(carried, slot.type) for carried, slot in values]
             byte = slots[0]
         captured = [tuple(map(self._buffer, body.captured)) for body in found.bodies]
         calls = tuple(

@@ -21,9 +21,6 @@ from nimblec.cpu.kernels import free_names, value_info
 from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.onnx_import import model_nodes
 
-TRIP_LIMIT = 1 << 20
-"""The most trips of a loop whose number of trips the model leaves open."""
-
 CONTROL = frozenset({"If", "Loop", "Scan"})
 
 
@@ -69,8 +66,8 @@ class Carried:
 class Loop:
     """A loop while the bool in its first slot is true, at most ``limit`` trips.
 
-    ``before`` are nodes that compute its first bool, of the shape ``start_shape``, and ``constants`` what these and ``carried`` name beside values of the
-    graph; ``carried`` has an entry for each slot of the body.
+    ``before`` are nodes that compute its first bool, of the shape ``start_shape``; ``constants`` are what these and
+    ``carried`` name beside values of the graph; ``carried`` has an entry for each slot of the body.
     """
 
     body: Body
@@ -127,8 +124,11 @@ def branches(node: NodeProto, scope: Scope) -> tuple[Body, Body]:
     return bodies[0], bodies[1]
 
 
-def loop(node: NodeProto, scope: Scope) -> Loop:
-    """Return a `Loop` or a `Scan` of ONNX as a loop while a bool is true."""
+def loop(node: NodeProto, scope: Scope, trip_limit: int) -> Loop:
+    """Return a `Loop` or a `Scan` of ONNX as a loop while a bool is true.
+
+    ``trip_limit`` is that of a loop whose number of trips is not a constant.
+    """
     name = model_nodes.first_output(node)
     made = _Parts(name=name)
     made.graph.CopyFrom(model_nodes.subgraphs(node)[0])
@@ -159,7 +159,7 @@ def loop(node: NodeProto, scope: Scope) -> Loop:
     return Loop(
         body=scope.body(made.graph, made.slots),
         carried=tuple(made.carried),
-        limit=TRIP_LIMIT if known is None else max(0, int(known.reshape(()))),
+        limit=trip_limit if known is None else max(0, int(known.reshape(()))),
         before=tuple(made.before),
         start_shape=max((scope.types[v].shape for v in (trips, start) if v in scope.types), key=len, default=()),
         constants=made.constants,
@@ -208,7 +208,7 @@ def _read_rows(made: _Parts, node: NodeProto, scope: Scope) -> tuple[str, str, l
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if any(attributes.get("scan_output_axes", ())) or any(attributes.get("scan_output_directions", ())):
         raise UnsupportedModelError(
-            f"node {model_nodes.node_name(node)!r} (Scan): stacks outputs backwards or along another axis than the first"
+            f"node {model_nodes.node_name(node)!r} (Scan): stacks its outputs backwards, or along an inner axis"
         )
     states = len(node.input) - attributes["num_scan_inputs"]
     scanned = node.input[states:]

@@ -222,6 +222,7 @@ def _domains(node: NodeProto, header: Header) -> set[str]:
 
 
 def value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
+    """Return the declaration of a value of a model."""
     return helper.make_tensor_value_info(name, model_file.element_type(tensor_type.dtype), tensor_type.shape)
 
 

@@ -35,6 +35,7 @@ class ReferenceModel:
     """The model of a program; it has static shapes. ``folder`` has its external data.
 
     ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them.
+    ``trip_limit`` is the most trips of a loop whose number of trips the model leaves open.
     """
 
     entry: str
@@ -44,6 +45,7 @@ class ReferenceModel:
     state: tuple[ModelState, ...] = ()
     ranges: Ranges = field(default_factory=dict)
     examples: Arrays = field(default_factory=dict)
+    trip_limit: int = 1 << 20
 
     @property
     def inputs(self) -> list[ModelTensor]:

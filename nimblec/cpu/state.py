@@ -1,9 +1,9 @@
 """Placement of state: which values are written straight into its memory, and in which order.
 
 The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`); so does the
-body of a loop what it carries (`nimblec.cpu.control`). The node that computes the next value writes it into the tensor's memory, and so do the nodes before it that change
-some rows in place, if all readers of the older values can run before them. Otherwise the next value is copied
-there at the end.
+body of a loop what it carries (`nimblec.cpu.control`). The node that computes the next value writes it into the
+tensor's memory, and so do the nodes before it that change some rows in place, if all readers of the older values can
+run before them. Otherwise the next value is copied there at the end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,12 @@ class Kept(Protocol):
     """What is found in some memory before a run, and left there by it: two values of a model; "" leaves the first."""
 
     @property
-    def input(self) -> str: ...
+    def input(self) -> str:
+        """The value before."""
+
     @property
-    def output(self) -> str: ...
+    def output(self) -> str:
+        """The value after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

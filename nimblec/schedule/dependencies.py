@@ -6,7 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nimblec.base.ir import Access, BodyCall, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, LoopWork, SwitchWork, Task, Work
+from nimblec.base.ir import (
+    Access,
+    BodyCall,
+    Buffer,
+    BufferKind,
+    CopyWork,
+    FillWork,
+    Graph,
+    KernelWork,
+    LoopWork,
+    SwitchWork,
+    Task,
+    Work,
+)
 from nimblec.schedule.dag import Dag, ancestors, descendants
 
 

@@ -310,15 +310,18 @@ class CpuBackend:
                 nbytes = command.count * command.element_nbytes
                 elements = self.memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
                 return partial(elements.fill, command.value)
-            case While():
-                condition, body = self.memory.range(command.condition, 1), self._body(command.body)
-                return partial(_loop, condition, body, command.limit, _origin(program, command))
-            case Switch():
-                return partial(_branch, self.memory.range(command.index, 1), [*map(self._body, command.bodies)])
+            case While() | Switch():
+                return self._control(program, command)
             case Record():
                 return partial(open_gate, self._gates[command.event])
             case Wait():
                 return partial(pass_gate, self._gates[command.event])
+
+    def _control(self, program: Program, command: While | Switch) -> Step:
+        if isinstance(command, Switch):
+            return partial(_branch, self.memory.range(command.index, 1), [*map(self._body, command.bodies)])
+        condition, body = self.memory.range(command.condition, 1), self._body(command.body)
+        return partial(_loop, condition, body, command.limit, _origin(program, command))
 
     def _body(self, index: int) -> Step:
         """Return a call that runs a body in issue order, on the thread that calls it."""
