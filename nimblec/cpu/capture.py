@@ -3,6 +3,7 @@
 import hashlib
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -209,7 +210,10 @@ class _Builder:
         copied = [s for s in state if isinstance(s, control.Slot) and s.is_read and s.type.nbytes < _COPIED_NBYTES]
         placed = [s for s in state if s not in copied]
         returned = (*self._returned, *(s.output for s in copied))
-        self._placement = place_state(model.graph.node, placed, self._types, returned)
+        self._reads = Counter(name for node in model.graph.node for name in model_nodes.read_names(node))
+        self._controls = dict(self._programs(model.graph.node))
+        self._handed = dict(pair for found in self._controls.values() for pair in self._carried(found))
+        self._placement = place_state(model.graph.node, placed, self._types, returned, self._handed)
         self._copies = (*self._placement.copies, *((s.output, s.input) for s in copied))
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
@@ -239,15 +243,11 @@ class _Builder:
 
         A loop or branch whose bodies have values of one size each runs them as programs; ONNX Runtime runs any other.
         """
-        if node.op_type in control.CONTROL and not node.domain:
-            try:
-                bodies = self._control(node)
-            except UnsupportedModelError:
-                self._add_kernel(node)
-            else:
-                self._add_control(node, bodies)
-        else:
+        found = self._controls.get(model_nodes.first_output(node))
+        if found is None:
             self._add_kernel(node)
+        else:
+            self._add_control(node, found)
 
     def _add_kernel(self, node: NodeProto) -> None:
         built = kernels.build(node, self._types, self._constants, self._header)
@@ -287,6 +287,24 @@ class _Builder:
         kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
         self._buffer_of[name] = self._add_buffer(kind, name, tensor_type)
         return self._buffer_of[name]
+
+    def _programs(self, nodes: Iterable[NodeProto]) -> Iterator[tuple[str, "_Control"]]:
+        """Yield the control-flow nodes whose bodies can be programs, by their first output."""
+        for node in nodes:
+            if node.op_type in control.CONTROL and not node.domain:
+                with suppress(UnsupportedModelError):  # ONNX Runtime runs the node
+                    yield model_nodes.first_output(node), self._control(node)
+
+    def _carried(self, found: "_Control") -> Iterator[tuple[str, str]]:
+        """Yield the last values of a loop with the first ones that nothing else reads, whose memory they may take."""
+        if found.loop is None:
+            return
+        times = Counter(carried.first for carried in found.loop.carried)
+        captured = found.loop.body.captured
+        for carried in found.loop.carried:
+            first = carried.first
+            if carried.output and times[first] == self._reads[first] == 1 and first not in captured:
+                yield carried.output, first
 
     def _control(self, node: NodeProto) -> "_Control":
         """Return the graphs of the bodies of a node. Raises UnsupportedModelError for sizes that vary."""
@@ -350,6 +368,8 @@ class _Builder:
         name = carried.output
         if name in self._placement.places:
             buffer = self._buffer(self._placement.places[name])
+        elif name and self._is_handed_over(name, carried.first):
+            buffer = self._buffer_of[name] = self._buffer(carried.first)
         elif not carried.first or name or carried.first in self._constants:
             buffer = self._add_result(name, tensor_type)
         else:
@@ -362,6 +382,12 @@ class _Builder:
         elif self._buffer(carried.first) != buffer:
             self._copy_to(buffer, self._buffer(carried.first), name)
         return buffer
+
+    def _is_handed_over(self, name: str, first: str) -> bool:
+        """Return whether a loop may keep a carried value in the memory of its first one."""
+        buffer = self._buffer_of.get(first)
+        is_own = buffer is not None and self._buffers[buffer].kind is BufferKind.TEMPORARY
+        return is_own and name not in self._returned and self._handed.get(name) == first
 
     def _whole(self, buffer: int) -> Access:
         return Access(buffer=buffer, offset=0, nbytes=self._buffers[buffer].nbytes)

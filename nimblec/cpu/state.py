@@ -8,6 +8,7 @@ run before them. Otherwise the next value is copied there at the end.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from onnx import NodeProto
@@ -47,10 +48,17 @@ class Placement:
 
 
 def place_state(
-    nodes: Sequence[NodeProto], state: Sequence[Kept], types: Mapping[str, TensorType], returned: Sequence[str]
+    nodes: Sequence[NodeProto],
+    state: Sequence[Kept],
+    types: Mapping[str, TensorType],
+    returned: Sequence[str],
+    carried: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
-    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
-    graph = _Order(nodes)
+    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state.
+
+    ``carried`` are the last values that loops carry, each with the first one, in whose place a loop may keep it.
+    """
+    graph = _Order(nodes, carried)
     places: dict[str, str] = {}
     copies = []
     for tensor in state:
@@ -80,7 +88,7 @@ def _chains(
     for length in dict.fromkeys((len(chain), 1)):
         rest = chain[-length:]
         before = graph.nodes[graph.maker[rest[0]]]
-        if _may_overlap(before, tensor.input):
+        if graph.carried.get(rest[0]) == tensor.input or _may_overlap(before, tensor.input):
             yield rest
 
 
@@ -112,8 +120,9 @@ def _earlier(old: str, chain: Sequence[str], graph: "_Order", returned: Sequence
 class _Order:
     """The nodes of a model and the order in which they may run."""
 
-    def __init__(self, nodes: Sequence[NodeProto]) -> None:
+    def __init__(self, nodes: Sequence[NodeProto], carried: Mapping[str, str]) -> None:
         self.nodes = nodes
+        self.carried = carried
         self.maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
         self.readers: dict[str, list[int]] = {}
         self._after: list[set[int]] = [set() for _ in nodes]

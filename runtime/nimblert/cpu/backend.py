@@ -331,11 +331,11 @@ class CpuBackend:
 
 
 def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple[type[Exception], ...]) -> None:
-    for command, step in bound:
-        try:
+    try:
+        for command, step in bound:  # noqa: B007 - the command that failed
             step()
-        except failures as exc:
-            raise refusal(_origin(body, command, exc), exc) from exc
+    except failures as exc:
+        raise refusal(_origin(body, command, exc), exc) from exc
 
 
 def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
