@@ -267,23 +267,20 @@ def _work(
                 element_nbytes=element_nbytes,
                 count=count,
             )
-        case ir.LoopWork(condition=byte, call=call, limit=limit):
-            return While(
-                **shared,
-                condition=locate(byte.buffer, byte.offset),
-                body=_lower_body(graph, call, scope),
-                limit=limit,
-                reads=_accesses(task.reads, locate),
-                writes=_accesses(task.writes, locate),
-            )
-        case ir.SwitchWork(index=byte, calls=calls):
-            return Switch(
-                **shared,
-                index=locate(byte.buffer, byte.offset),
-                bodies=tuple(_lower_body(graph, call, scope) for call in calls),
-                reads=_accesses(task.reads, locate),
-                writes=_accesses(task.writes, locate),
-            )
+        case ir.LoopWork() | ir.SwitchWork() as work:
+            return _control_work(graph, work, scope, shared, task)
+
+
+def _control_work(
+    graph: ir.Graph, work: ir.LoopWork | ir.SwitchWork, scope: _Scope, shared: dict[str, int], task: ir.Task
+) -> While | Switch:
+    reads, writes = (_accesses(accesses, scope.locate) for accesses in (task.reads, task.writes))
+    bodies = tuple(_lower_body(graph, call, scope) for call in ir.calls_of(work))
+    if isinstance(work, ir.SwitchWork):
+        index = scope.locate(work.index.buffer, work.index.offset)
+        return Switch(**shared, index=index, bodies=bodies, reads=reads, writes=writes)
+    condition = scope.locate(work.condition.buffer, work.condition.offset)
+    return While(**shared, condition=condition, body=bodies[0], limit=work.limit, reads=reads, writes=writes)
 
 
 def _accesses(accesses: tuple[ir.Access, ...], locate: _Locate) -> tuple[Access, ...]:
