@@ -6,7 +6,7 @@ tensor's memory, and so do the nodes before it that change some rows in place, i
 run before them. Otherwise the next value is copied there at the end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -71,7 +71,9 @@ def place_state(
                 break
         else:
             copies.append((tensor.output, tensor.input))
-    return Placement(nodes=tuple(nodes[i] for i in graph.order()), places=places, copies=tuple(copies))
+    # A node that works in place divides a stretch; what can come before it does.
+    order = graph.order({graph.maker[value] for value in places})
+    return Placement(nodes=tuple(nodes[i] for i in order), places=places, copies=tuple(copies))
 
 
 def _chains(
@@ -142,6 +144,6 @@ class _Order:
         self._after = known
         return False
 
-    def order(self) -> list[int]:
-        """Return all nodes in a stable topological order; fewer if there is a cycle."""
-        return topological_order(self._after)
+    def order(self, late: Collection[int] = ()) -> list[int]:
+        """Return all nodes in a topological order, ``late`` ones as late as they may; fewer if there is a cycle."""
+        return topological_order(self._after, late)
