@@ -49,7 +49,7 @@ class Regions:
     nodes: Sequence[NodeProto]
     members: Mapping[str, Sequence[NodeProto]]
     values: Values
-    constants: Mapping[str, TensorProto]
+    constants: dict[str, TensorProto]
     cropped: Mapping[str, Cropped]
 
 

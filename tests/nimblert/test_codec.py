@@ -413,7 +413,7 @@ def test_a_file_of_every_version_is_read(released: Path) -> None:
         == [
             ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
             ("main[batch=2]", "main", (("batch", 2),), 9),
-            ("tail", "tail", (), 11 if plan.bodies else 9),
+            ("tail", "tail", (), 12 if plan.bodies else 9),
         ][: len(programs)]
     )
     assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3, "plan-2.2": 3}[released.stem]

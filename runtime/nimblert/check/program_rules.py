@@ -141,35 +141,43 @@ def body_problems(plan: Plan, trips: int) -> Iterator[str]:
     declares. A loop may make as many ``trips``, and its body writes the condition.
     """
     depth: dict[int, int] = {}
-    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies), ("refits", plan.refits)):
+    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies)):
         for i, program in enumerate(programs):
+            first, outer = (i + 1, depth.get(i, 0)) if path == "bodies" else (0, 0)
             for j, work in program.work:
-                if not bodies_of(work) and not isinstance(work, Switch):
-                    continue
-                where = f"{path}[{i}].commands[{j}]"
-                if path == "refits":
-                    yield f"{where}: runs a body, which a refit may not"
-                first = i + 1 if path == "bodies" else 0
-                for body in bodies_of(work):
-                    if not first <= body < len(plan.bodies):
-                        yield f"{where}: runs bodies[{body}], expected one from {first} to {len(plan.bodies) - 1}"
-                    elif body in depth:
-                        yield f"{where}: runs bodies[{body}], which another command runs too"
-                    else:
-                        depth[body] = 1 + (depth.get(i, 0) if path == "bodies" else 0)
-                        yield from under(where, _access_problems(work, plan.bodies[body]))
-                yield from under(where, _control_problems(work, trips))
-    for i, program in enumerate(plan.bodies):
-        if program.role is not Role.BODY:
-            yield f"bodies[{i}].role: {program.role.name}, expected BODY"
-        if program.inputs or program.outputs or program.input_nbytes or program.output_nbytes or program.arena_nbytes:
-            yield f"bodies[{i}]: has memory of its own, expected none: it uses that of the entry that runs it"
-        if program.golden or program.schedule or program.profile or program.fits:
-            yield f"bodies[{i}].profile: a body has no profile, golden record or schedule"
+                of_runs = _run_problems(work, plan, first, depth, outer + 1)
+                for problem in chain(of_runs, _control_problems(work, trips)):
+                    yield f"{path}[{i}].commands[{j}].{problem}"
+    for i, refit in enumerate(plan.refits):
+        if any(isinstance(work, While | Switch) for _, work in refit.work):
+            yield f"refits[{i}]: runs a body, which a refit may not"
+    for i, body in enumerate(plan.bodies):
         if i not in depth:
             yield f"bodies[{i}]: no command runs it"
         elif depth[i] > _MOST_DEPTH:
             yield f"bodies[{i}]: is nested {depth[i]} deep, expected at most {_MOST_DEPTH}"
+        yield from under(f"bodies[{i}]", _body_problems(body))
+
+
+def _run_problems(work: Work, plan: Plan, first: int, depth: dict[int, int], own: int) -> Iterator[str]:
+    """Yield a sentence for each body of a command that it may not run, and enter the others' ``depth``: its ``own``."""
+    for body in bodies_of(work):
+        if not first <= body < len(plan.bodies):
+            yield f"bodies: runs bodies[{body}], expected one from {first} to {len(plan.bodies) - 1}"
+        elif body in depth:
+            yield f"bodies: runs bodies[{body}], which another command runs too"
+        else:
+            depth[body] = own
+            yield from _access_problems(work, plan.bodies[body])
+
+
+def _body_problems(body: Program) -> Iterator[str]:
+    if body.role is not Role.BODY:
+        yield f"role: {body.role.name}, expected BODY"
+    if body.inputs or body.outputs or body.input_nbytes or body.output_nbytes or body.arena_nbytes:
+        yield "arena_nbytes: expected no memory and tensors of its own: it uses those of the entry that runs it"
+    if body.golden or body.schedule or body.profile or body.fits:
+        yield "profile: a body has no profile, golden record or schedule"
 
 
 def _control_problems(work: Work, trips: int) -> Iterator[str]:

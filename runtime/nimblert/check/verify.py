@@ -98,7 +98,9 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     owners = program_rules.roots(plan)
     for path, programs in (("programs", plan.programs), ("bodies", plan.bodies), ("refits", plan.refits)):
         for i, program in enumerate(programs):
-            sizes = region_sizes(plan, owners.get(i, program) if path == "bodies" else program)
+            if path == "bodies" and i not in owners:  # `body_problems` reports it
+                continue
+            sizes = region_sizes(plan, owners[i] if path == "bodies" else program)
             scope = _Scope(
                 plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes, nodes=nodes
             )

@@ -190,19 +190,18 @@ class CpuBackend:
 
     def _build(self, memory: HostMemory) -> None:
         """Bind the launches to ``memory``, and start the threads."""
-        self._gates = [threading.Lock() for _ in range(self.program.event_count)]
-        self._options = run_options()
+        gates = [threading.Lock() for _ in range(self.program.event_count)]
         self.memory = memory
-        self.sizes: dict[str, Shape] = {}
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
-        self._failures = (*runtime_errors(), MemoryError)
+        self.sizes: dict[str, Shape] = {}
+        binder = _Binder(self._sessions, self._bodies, memory, gates, self.sizes)
         with self._sessions.lock, self._sessions:
-            self._bound = self._steps(self.program)
+            self._bound = binder.bind(self.program)
         threads = self._sessions.streams_by_thread(self.program)
         streams = [[bound for bound in self._bound if bound[0].stream in own] for own in threads]
         issued = [steps for steps in streams if steps] or [[]]
-        self._streams = Streams(issued, self._gates, self._options, self._failures, partial(_origin, self.program))
+        self._streams = Streams(issued, gates, binder.options, binder.failures, partial(_origin, self.program))
         self._dropped = weakref.finalize(self, self._streams.close)
         self._dropped.atexit = False  # a daemon thread may run until the process ends
 
@@ -302,48 +301,73 @@ class CpuBackend:
         self.inputs = self.outputs = ()
         del self._streams, self._bound, self.memory, self._own
 
-    def _steps(self, program: Program) -> list[tuple[Command, Step]]:
-        """Return the commands of the program, or of a body, each ready to run."""
+
+class _Binder:
+    """Binds the commands of a program, and of the bodies that it runs, to memory: each becomes a call.
+
+    The calls write the sizes of cropped outputs into ``sizes``.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionCache,
+        bodies: Sequence[Program],
+        memory: HostMemory,
+        gates: Sequence[threading.Lock],
+        sizes: dict[str, Shape],
+    ) -> None:
+        self.options = run_options()
+        self.failures = (*runtime_errors(), MemoryError)
+        self._sessions = sessions
+        self._bodies = bodies
+        self._memory = memory
+        self._gates = gates
+        self._sizes = sizes
+
+    def bind(self, program: Program) -> list[tuple[Command, Step]]:
+        """Return the commands, each with its call."""
         return [(command, self._step(program, command, i)) for i, command in enumerate(program.commands)]
 
     def _step(self, program: Program, command: Command, index: int) -> Step:
+        memory = self._memory
         match command:
             case Launch():
                 pool = self._sessions.pools(program)[index]
-                return self._sessions.bind(command, pool, self.memory, self._options, f"commands[{index}]")
+                return self._sessions.bind(command, pool, memory, self.options, f"commands[{index}]")
             case Memcpy():
-                target = self.memory.range(command.dst, command.nbytes, written=True)
-                return partial(np.copyto, target, self.memory.range(command.src, command.nbytes))
+                target = memory.range(command.dst, command.nbytes, written=True)
+                return partial(np.copyto, target, memory.range(command.src, command.nbytes))
             case Memset():
                 nbytes = command.count * command.element_nbytes
-                elements = self.memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
+                elements = memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
                 return partial(elements.fill, command.value)
-            case While():
-                condition, body = self.memory.range(command.condition, 1), self._body(command.body)
-                return partial(_loop, condition, body, command.limit, _origin(program, command))
-            case Switch():
-                return partial(_branch, self.memory.range(command.index, 1), [*map(self._body, command.bodies)])
+            case While() | Switch():
+                return self._control(program, command)
             case Crop():
-                sizes = self.memory.array(command.sizes, "int64", (command.rank,))
-                return partial(_crop, self.sizes, program.outputs[command.output], sizes)
-            case Record():
-                return partial(open_gate, self._gates[command.event])
-            case Wait():
-                return partial(pass_gate, self._gates[command.event])
+                sizes = memory.array(command.sizes, "int64", (command.rank,))
+                return partial(_crop, self._sizes, program.outputs[command.output], sizes)
+            case Record() | Wait():
+                return partial(open_gate if isinstance(command, Record) else pass_gate, self._gates[command.event])
+
+    def _control(self, program: Program, command: While | Switch) -> Step:
+        if isinstance(command, Switch):
+            return partial(_branch, self._memory.range(command.index, 1), [*map(self._body, command.bodies)])
+        condition, body = self._memory.range(command.condition, 1), self._body(command.body)
+        return partial(_loop, condition, body, command.limit, _origin(program, command))
 
     def _body(self, index: int) -> Step:
         """Return a call that runs a body in issue order, on the thread that calls it."""
         body = self._bodies[index]
-        bound = [(command, step) for command, step in self._steps(body) if isinstance(command, Work)]
-        return partial(_run_body, body, bound, self._failures)
+        bound = [(command, step) for command, step in self.bind(body) if isinstance(command, Work)]
+        return partial(_run_body, body, bound, self.failures)
 
 
 def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple[type[Exception], ...]) -> None:
-    for command, step in bound:
-        try:
+    try:
+        for command, step in bound:  # noqa: B007 - the command that failed
             step()
-        except failures as exc:
-            raise refusal(_origin(body, command, exc), exc) from exc
+    except failures as exc:
+        raise refusal(_origin(body, command, exc), exc) from exc
 
 
 def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
