@@ -366,6 +366,8 @@ def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple
     try:
         for command, step in bound:  # noqa: B007 - the command that failed
             step()
+    except InputError:
+        raise
     except failures as exc:
         raise refusal(_origin(body, command, exc), exc) from exc
 
