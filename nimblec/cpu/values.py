@@ -6,7 +6,7 @@ whose sizes depend on values, sequences and optionals have no place in a plan's 
 out before it runs: `nimblec.cpu.regions` makes kernels that keep them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -66,31 +66,34 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Rang
         shapes = {name: shape for name, shape in _inferred_by_onnx(model).items() if name in makers} | shapes
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    sized_by_value = {
-        name
-        for name, node in makers.items()
-        if not dtypes[name]
-        or (name not in shapes and _is_sized_by_value(node, opset, shapes, makers, types))
-        or (name not in shapes and _counts_steps(node, name, constants))
-    }
-    unsized = set(_made_of(sized_by_value, makers, shapes))
+
+    def unsized_but(observed: Collection[str]) -> dict[str, str]:
+        """Return the unsized values, where these were observed to have one size."""
+        found: dict[str, str] = {}
+        for name, node in makers.items():
+            # Two runs may agree by chance in the size of a value that is made of one of unknown size.
+            if not dtypes[name] or (
+                name not in shapes
+                and (
+                    name not in observed
+                    or not found.keys().isdisjoint(model_nodes.read_names(node))
+                    or _is_sized_by_value(node, opset, shapes, makers, types, found)
+                    or _counts_steps(node, name, constants)
+                )
+            ):
+                found[name] = dtypes[name]
+        return found
+
+    unsized = unsized_but(makers)
     unknown = [name for name in makers if name not in shapes and name not in unsized]
     if unknown:
         feeds = [_draw(inputs, ranges, n) for n in range(2)]
-        shapes |= _observe(exposed, optimized.folder, feeds, unknown, makers)
-        unsized = set(_made_of(unsized.union(unknown) - shapes.keys(), makers, shapes))
+        observed = _observe(exposed, optimized.folder, feeds, unknown, makers)
+        unsized = unsized_but(observed)
+        shapes |= observed
     types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers if name not in unsized}
     check_sizes(types)
-    return Values(types, {name: dtypes[name] for name in makers if name in unsized})
-
-
-def _made_of(unsized: Collection[str], makers: Mapping[str, NodeProto], shapes: Mapping[str, object]) -> Iterator[str]:
-    """Yield these values, and those of no known shape that are made of them: two runs may agree in these by chance."""
-    found = set[str]()
-    for name, node in makers.items():
-        if name in unsized or (name not in shapes and not found.isdisjoint(model_nodes.read_names(node))):
-            found.add(name)
-            yield name
+    return Values(types, unsized)
 
 
 def check_sizes(types: Mapping[str, TensorType]) -> None:
@@ -133,6 +136,7 @@ def _is_sized_by_value(
     shapes: Mapping[str, object],
     makers: Mapping[str, NodeProto],
     given: Collection[str],
+    unsized: Collection[str],
 ) -> bool:
     """Return whether an output's size is unknown because it depends on values.
 
@@ -144,7 +148,7 @@ def _is_sized_by_value(
     if not _has_rule(node, opset) or not all(name in shapes or name not in makers for name in node.input):
         return False
     sizing = node.input if node.op_type in _SIZED_BY_ALL else node.input[_FIRST_SIZE.get(node.op_type, 1) :]
-    return not all(_is_shape_arithmetic(name, makers, given) for name in sizing)
+    return not all(_is_shape_arithmetic(name, makers, given, unsized) for name in sizing)
 
 
 _SIZED_BY_ALL = frozenset({"ConstantOfShape", "Range"})
@@ -152,15 +156,17 @@ _FIRST_SIZE = {"MaxUnpool": 2}
 """The first operand whose values may be sizes: for most operators it is the second."""
 
 
-def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Collection[str]) -> bool:
-    """Return whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
+def _is_shape_arithmetic(
+    name: str, makers: Mapping[str, NodeProto], given: Collection[str], unsized: Collection[str]
+) -> bool:
+    """Return whether a value follows from constants and shapes of sized values; ``given`` are the model's inputs."""
     waiting, seen = [name], {name}
     while waiting:
         value = waiting.pop()
         node = makers.get(value)
-        if value in given or (node is not None and model_nodes.subgraphs(node)):
+        if value in given or value in unsized or (node is not None and model_nodes.subgraphs(node)):
             return False
-        if node is None or node.op_type in SHAPE_ARITHMETIC:
+        if node is None or (node.op_type in SHAPE_ARITHMETIC and node.input[0] not in unsized):
             continue
         waiting += [read for read in node.input if read not in seen]
         seen.update(node.input)

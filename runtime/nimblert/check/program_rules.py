@@ -98,7 +98,7 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
             continue
         if all(fit is Fit.EXACT for fit in program.fits):
             continue
-        why_exact = _why_exact(plan, program)
+        why = why_exact(plan.state, program)
         for (name, size), fit in zip(program.profile, program.fits, strict=True):
             if fit is Fit.EXACT:
                 continue
@@ -106,12 +106,13 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
             elif fit is Fit.SPLIT and any(of.count(name) != 1 for of in axes.outputs):
                 yield f"{path}: {name!r} is SPLIT, expected one axis of it in each output"
-            elif why_exact:
-                yield f"{path}: {name!r} is {fit.name}, and the program {why_exact}"
+            elif why:
+                yield f"{path}: {name!r} is {fit.name}, and the program {why}"
 
 
-def _why_exact(plan: Plan, program: Program) -> str:
-    if writes_state(plan.state, program):
+def why_exact(state: Sequence[Weight], program: Program) -> str:
+    """Return what a program does for which it serves calls of its own sizes alone, "" if it does nothing of that."""
+    if writes_state(state, program):
         return "writes the state"
     return "crops an output" if any(isinstance(work, Crop) for _, work in program.work) else ""
 
