@@ -236,8 +236,8 @@ class _Comparison:
 
 def _changes(output: np.ndarray, moved: Sequence[np.ndarray]) -> np.ndarray:
     """Return how far small changes may move each element; of no use are those that change how many there are."""
-    gaps = (_OF_MOVES * _gaps(output, other) for other in moved if other.shape == output.shape)
-    return np.asarray(np.max([np.zeros(output.shape), *gaps], axis=0))
+    gaps = (_OF_MOVES * _gaps(output, other) for other in (output, *moved) if other.shape == output.shape)
+    return np.asarray(np.max([*gaps], axis=0))
 
 
 def _gaps(wanted: np.ndarray, got: np.ndarray) -> np.ndarray:

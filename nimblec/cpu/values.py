@@ -117,9 +117,15 @@ def _is_known(shape: Sequence[object]) -> bool:
 
 
 def _inferred_by_onnx(model: ModelProto) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that ONNX's own inference finds: also of scalars, and of what is taken out of sequences."""
-    undeclared = with_outputs(model, [value.name for value in model.graph.output])
-    del undeclared.graph.value_info[:]
+    """Return the shapes that ONNX's own inference finds: also of scalars, and of what is taken out of sequences.
+
+    Of outputs, the model may declare that they are scalars.
+    """
+    undeclared = ModelProto()
+    undeclared.CopyFrom(model)
+    for value in (*undeclared.graph.value_info, *undeclared.graph.output):
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.ClearField("shape")
     inferred = model_shapes.infer_shapes(undeclared)
     values = (*inferred.graph.value_info, *inferred.graph.output)
     tensors = {value.name: value.type.tensor_type for value in values}
