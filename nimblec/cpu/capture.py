@@ -279,8 +279,10 @@ class _Builder:
         )
 
     def _add_op(self, name: str, node: NodeProto) -> None:
-        source = self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
-        self._ops.append(Op(name=name, source=source))
+        self._ops.append(Op(name=name, source=self._source(node)))
+
+    def _source(self, node: NodeProto) -> str:
+        return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
 
     def _add_result(self, name: str, tensor_type: TensorType) -> int:
         """Return a new buffer for a value of the graph."""
@@ -314,7 +316,9 @@ class _Builder:
         bodies = control.branches(node, scope) if loop is None else (loop.body,)
         graphs = []
         for body in bodies:
-            builder = _Builder(body.model, {}, (), body.slots, self._sources, self._trip_limit)
+            inner = map(model_nodes.first_output, body.model.proto.graph.node)
+            sources = dict.fromkeys(inner, self._source(node)) if self._sources else {}
+            builder = _Builder(body.model, {}, (), body.slots, sources, self._trip_limit)
             for tensor in model_file.inputs(body.model.proto):
                 builder.add_input(tensor.name, None)
             for slot in body.slots:
