@@ -1,6 +1,11 @@
 """Whole generations in one call: prefill entries and a loop of tokens, equal to the module's own, on the CPU target."""
 
+import json
+import threading
+from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ import nimblert
 from nimblec.pytorch.generation import Sampling
 from nimblert.executable import Executable
 from nimblert.plan import Memcpy, While
+from samples.serving.events import Server
 
 VOCABULARY, LENGTH = 40, 24
 
@@ -173,3 +179,20 @@ def test_a_token_out_of_range_is_an_error_that_changes_nothing() -> None:
         with pytest.raises(nimblert.InputError, match="failed on these inputs"):
             begin(executable, ([3, 1, 99], [1]))
         assert all(np.array_equal(before[name], executable.state[name]) for name in before)
+
+
+def test_the_sample_sends_tokens_as_events(tmp_path: Path) -> None:
+    entries = nimblec.generate(decoder(1), prompts=(4, 8), max_new_tokens=16)
+    nimblec.compile(entries, target="cpu", plan_cache=None, reproducible=True).save(tmp_path / "m.plan")
+    server = Server(str(tmp_path / "m.plan"), 0)
+    with server.model:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        events = urlopen(url, json.dumps({"ids": PROMPTS[0], "count": 12}).encode()).read().decode()
+        sent = [json.loads(event.removeprefix("data: ")) for event in events.strip().split("\n\n")]
+        assert [len(tokens) for tokens in sent] == [1, 8, 3]
+        assert [token for tokens in sent for token in tokens] == greedy(PROMPTS[0], 12)
+        with pytest.raises(HTTPError, match="ids: 9 tokens, expected 1 to 8"):
+            urlopen(url, json.dumps({"ids": [1] * 9, "count": 2}).encode())
+        server.shutdown()
+    server.server_close()
