@@ -500,6 +500,25 @@ def test_the_sizes_that_torch_suggests_are_in_the_refusal() -> None:
     assert "TORCH_LOGS" not in said
 
 
+def test_recurrence_of_lengths_serves_sizes_between(tmp_path: Path) -> None:
+    """The example has lengths that a padded call of one step cannot have."""
+    draws = np.random.default_rng(0)
+    weights = {name: draws.standard_normal((2, 16, size)).astype(np.float32) for name, size in (("w", 3), ("r", 4))}
+    lstm = node("LSTM", ["x", "w", "r", "", "lengths"], ["y", "h", "c"], hidden_size=4, direction="bidirectional")
+    inputs = [floats("x", "steps", 2, 3), ("lengths", TensorProto.INT32, (2,))]
+    outputs = [floats("y", "steps", 2, 2, 4), floats("h", 2, 2, 4), floats("c", 2, 2, 4)]
+    model = write_model(tmp_path / "lstm.onnx", [lstm], inputs, outputs, constants=weights)
+    examples = {"lengths": np.array([2, 2], np.int32)}
+    plan = nimblec.compile(model, target="cpu", dims={"steps": (2, 4, 8)}, examples=examples)
+    session = onnxruntime.InferenceSession(model)
+    with nimblert.load(plan) as executable:
+        for steps in (1, 2, 5, 8):
+            x = draws.standard_normal((steps, 2, 3)).astype(np.float32)
+            given = {"x": x, "lengths": np.array([steps, max(steps - 2, 1)], np.int32)}
+            for found, expected in zip(executable.run(given).values(), session.run(None, given), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 class _OfAll(nn.Module):
     """Each row less what all rows of integers, or bools, have in common."""
 
