@@ -1,6 +1,7 @@
 """Export a module of this process with the dynamic shapes that its user gives, as torch.export takes them."""
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,22 +17,24 @@ from nimblec.pytorch.dynamic_shapes import user_inputs
 from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.model import as_module, state_written
 from nimblec.pytorch.outputs import results_by_name
+from nimblec.pytorch.recurrent import any_steps, padded_sequences
 
 _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
-def export_dynamic(live: LiveModel) -> Source:
+def export_dynamic(live: LiveModel, for_onnx: bool = False) -> Source:
     """Return the ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
 
-    Raises TraceError where torch.export refuses the model or the shapes.
+    ``for_onnx``: for the CPU target, packed sequences are traced as padded ones. Raises TraceError where torch.export
+    refuses the model or the shapes.
     """
     name = "the module" if isinstance(live.model, torch.nn.Module) else "the function"
     args = live.args or ()
-    with borrowed(live.model):
+    with borrowed(live.model), padded_sequences() if for_onnx else nullcontext():
         module = as_module(live.model)
         module.register_forward_hook(results_by_name)  # removed at the end of the loan
         try:
-            with exporting(name, "torch.export"):
+            with exporting(name, "torch.export"), any_steps():
                 program = torch.export.export(
                     module, args, live.kwargs, dynamic_shapes=live.dynamic_shapes, strict=False
                 )

@@ -18,6 +18,7 @@ from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.exported_program import load_exported
 from nimblec.pytorch.model import ModelCall, bind, state_written
 from nimblec.pytorch.objects import is_exported, positional
+from nimblec.pytorch.recurrent import any_steps
 from nimblert.plan import Profile
 
 
@@ -53,7 +54,7 @@ class DynamicProgram:
     @property
     def writes_state(self) -> bool:
         """Whether a run changes buffers or parameters."""
-        with exporting(self.name, "torch.export"):
+        with exporting(self.name, "torch.export"), any_steps():
             # The signature of the functional program tells what in-place calls write.
             functional = self.program.run_decompositions({})
         return bool(state_written(functional.graph_signature))
