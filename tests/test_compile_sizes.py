@@ -465,23 +465,55 @@ def test_what_has_no_names_for_several_sizes_is_refused() -> None:
         nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes)
 
 
-class _InFour(nn.Module):
+class _OfFour(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """In four rows."""
-        return x.reshape(4, -1)
+        """A layer of four rows."""
+        return super().forward(x.T)
 
 
 @pytest.mark.parametrize(
     ("module", "rows", "sentence"),
     [
         (nn.Linear(4, 2).eval(), 1, "the dimension batch is 1 in the example, .*: give an example of 2 or more$"),
-        (_InFour(), 4, "the dimension batch can only be 4, since the model's code makes it so"),
+        (_OfFour(4, 2), 4, "the dimension batch can only be 4, since the model's code makes it so"),
     ],
 )
 def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, sentence: str) -> None:
     shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
     with pytest.raises(CompileError, match=sentence):
         nimblec.compile(module, (torch.ones(rows, 4),), target="cpu", dims={"batch": "1..64"}, dynamic_shapes=shapes)
+
+
+class _Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each state of a loop in Python, and the last."""
+        states = [x.new_zeros(x.shape[1], 3)]
+        for step in range(x.shape[0]):
+            states.append(self.cell(x[step], states[-1]))
+        return torch.stack(states), states[-1]
+
+
+def test_size_fixed_by_code_is_exported_alone(caplog: pytest.LogCaptureFixture) -> None:
+    module, example = _Running().eval(), torch.randn(3, 2, 4)
+    shapes = ({0: torch.export.Dim("steps", min=2, max=64), 1: torch.export.Dim("batch", min=1, max=64)},)
+    given: dict[str, Any] = {"target": "cpu", "streams": 1, "dynamic_shapes": shapes}
+    with caplog.at_level("INFO"):
+        plan = nimblec.compile(module, (example,), dims={"steps": (2, 5), "batch": (1, 2)}, **given)
+    refused = "steps, batch: calls of other sizes than the plan's are refused, since the module's code fixes one"
+    assert refused in caplog.text
+    with nimblert.load(plan) as executable, torch.no_grad():
+        for steps, rows in ((2, 1), (5, 2)):
+            x = torch.randn(steps, rows, 4)
+            for found, expected in zip(executable(x.numpy()), module(x), strict=True):
+                np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for steps=2, 5: give one"):
+            executable(np.zeros((3, 1, 4), np.float32))
+    with pytest.raises(CompileError, match=r"give --dim steps=<size> --dim batch=<size>"):
+        nimblec.compile(module, (example,), **given)
 
 
 class _Top(nn.Module):
