@@ -76,6 +76,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     precision: Precision = "keep",
     max_error: float | None = None,
     approximate: bool = False,
+    trip_limit: int = 1 << 20,
     print_passes: bool = False,
     refittable: bool = False,
     streams: str | int = "auto",
@@ -134,6 +135,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       the CPU target from ONNX Runtime without its optimiser and from PyTorch.
     - ``approximate``: round activations to 8 bits in products with quantised weights, which is faster; a note tells
       the error. CPU target.
+    - ``trip_limit``: the most trips of a loop whose number of trips the model leaves open; a call that needs more
+      fails. CPU target.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
@@ -164,6 +167,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         precision=precision,
         max_error=max_error,
         approximate=approximate,
+        trip_limit=trip_limit,
         print_passes=print_passes,
         refittable=refittable,
         streams=streams,

@@ -162,6 +162,7 @@ def _read(
         state=state,
         ranges={**ranges, **_sample_ranges(options)},
         examples={**examples, **dict(options.examples)},
+        trip_limit=options.trip_limit,
     )
 
 
@@ -208,7 +209,9 @@ def _refittable(
 def _refittable_graph(agreed: Agreed[Graph], made: Refittable) -> Graph:
     source = agreed.source
     sources = sources_of(source.proto, made.optimized.proto.graph.node)
-    return capture.graph_of(made.optimized, source.ranges, source.state, sources=sources)
+    return capture.graph_of(
+        made.optimized, source.ranges, source.state, sources=sources, trip_limit=source.trip_limit
+    )
 
 
 def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:
