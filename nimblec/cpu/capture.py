@@ -296,6 +296,9 @@ class _Builder:
             )
         )
 
+    def _add_op(self, name: str, node: NodeProto) -> None:
+        self._ops.append(Op(name=name, source=self._source(node)))
+
     def _source(self, node: NodeProto) -> str:
         return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
 
@@ -303,8 +306,7 @@ class _Builder:
         """The task that cuts an output of unknown size."""
         value = self._regions.cropped[name].sizes
         sizes = Access(buffer=self._buffer(value), offset=0, nbytes=self._types[value].nbytes)
-        maker = next(node for node in self._model.graph.node if name in node.output)
-        self._ops.append(Op(name="crop", source=self._source(maker)))
+        self._add_op("crop", next(node for node in self._model.graph.node if name in node.output))
         work = CropWork(output=output, sizes=sizes)
         self._tasks.append(Task(op=len(self._ops) - 1, work=work, reads=(sizes,), writes=()))
 
@@ -340,7 +342,9 @@ class _Builder:
         bodies = control.branches(node, scope) if loop is None else (loop.body,)
         graphs = []
         for body in bodies:
-            builder = _Builder(body.model, {}, (), body.slots, self._sources, self._trip_limit)
+            inner = map(model_nodes.first_output, body.model.proto.graph.node)
+            sources = dict.fromkeys(inner, self._source(node)) if self._sources else {}
+            builder = _Builder(body.model, {}, (), body.slots, sources, self._trip_limit)
             for tensor in model_file.inputs(body.model.proto):
                 builder.add_input(tensor.name, None)
             for slot in body.slots:
@@ -377,7 +381,7 @@ class _Builder:
         )
         self._bodies += (Body(graph=graph) for graph in found.graphs)
         at = Access(buffer=byte, offset=0, nbytes=1)
-        self._ops.append(Op(name=kernels.symbol(node), source=self._source(node)))
+        self._add_op(kernels.symbol(node), node)
         self._tasks.append(
             Task(
                 op=len(self._ops) - 1,
