@@ -161,11 +161,10 @@ def _inner_problems(graph: Graph, limits: Limits) -> Iterator[str]:
         yield f"model: the values between its nodes need {nbytes} bytes, {limit}"
     unsized = {value.name for value in graph.value_info} - sizes.keys()
     for node in graph.node:
-        reads = not unsized.isdisjoint(node.input)
-        if reads or not unsized.isdisjoint(node.output):
-            is_safe = onnx_trust.is_for_bodies(_name(node), node.attribute)
-            if not is_safe and (reads or _name(node) not in onnx_trust.SIZED_BY_VALUES):
-                yield f"{node.op_type}: {UNSIZED}"
+        reads = [place for place, name in enumerate(node.input) if name in unsized]
+        touches = reads or not unsized.isdisjoint(node.output)
+        if touches and not onnx_trust.accepts_unsized(_name(node), node.attribute, reads):
+            yield f"{node.op_type}: {UNSIZED}"
         if (reads or any(attribute.g is not None for attribute in node.attribute)) and sizes.keys() & {*node.output}:
             yield f"{node.op_type}: the declared shape of a value that it makes cannot be inferred: expected none"
 

@@ -5,7 +5,7 @@ or never ends. ``fuzz/operators.py`` found these cases (versions 1.24 to 1.32), 
 are stricter than necessary, where that makes them simpler.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -69,16 +69,8 @@ com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
-"""Operators that accept empty tensors. Only these, and those of `_UNLESS`, may be in bodies of loops and branches or
-touch other values whose shapes are not known before a run."""
-
-_UNLESS = {"GatherND": "batch_dims", "Unique": "axis"}
-"""Operators that accept empty tensors, too, but for calls with this attribute: `_batch_dims` needs the ranks, and
-Unique ends the process where an axis of an empty tensor is given."""
-
-SIZED_BY_VALUES = frozenset({"NonMaxSuppression", "Unique"})
-"""Operators that may make a value of unknown size of inputs that are known not to be empty: they allocate it when they
-have computed it. NonMaxSuppression reads its limits without a look at their sizes."""
+"""Operators that accept empty tensors. Most calls in bodies of loops and branches, whose shapes are not known before a
+run, must be of these."""
 
 _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters give as empty tensors instead of omitting them."""
@@ -118,10 +110,22 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
     """
     if operator == "Scan":
         return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
-    if operator in _UNLESS:
-        given = (attribute for attribute in attributes if attribute.name == _UNLESS[operator])
-        return not any(attribute.i or operator == "Unique" for attribute in given)
+    if operator == "Unique":  # ends the process where it is given an axis of an empty tensor
+        return all(attribute.name != "axis" for attribute in attributes)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
+
+
+def accepts_unsized(operator: str, attributes: Sequence[Attribute], unsized: Collection[int]) -> bool:
+    """Return whether a call is safe if its inputs at the places ``unsized``, and its outputs, may have any size.
+
+    Unique needs a tensor that is not empty, NonMaxSuppression limits that are there, and GatherND of versions up to
+    some after 1.24 data that are not empty: it takes 0 for an index in them.
+    """
+    if operator == "GatherND":
+        is_batched = any(attribute.name == "batch_dims" and attribute.i for attribute in attributes)
+        return not is_batched and set(unsized) <= {1}
+    is_sized = operator in {"NonMaxSuppression", "Unique"} and not unsized
+    return is_sized or is_for_bodies(operator, attributes)
 
 
 def _bias(weights: int, bias: int) -> Rule:
