@@ -54,7 +54,7 @@ class _LastState(nn.Module):
 class _Recursive(nn.Module):
     """A Tree-LSTM as people write it: a function that calls itself for each child."""
 
-    def __init__(self, cell: tree_lstm.ChildSum) -> None:
+    def __init__(self, cell: tree_lstm.ChildSum | tree_lstm.Binary) -> None:
         super().__init__()
         self.cell = cell
 
