@@ -64,13 +64,25 @@ LeakyRelu Less LessOrEqual Log LogSoftmax Loop MatMul Max Mean Min Mod Mul Neg N
 OptionalHasElement Or PRelu Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
 ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan ScatterND Selu SequenceAt
 SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape Sigmoid Sign Sin Sinh Size Slice
-Softmax Softplus Softsign Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unsqueeze Where Xor
+Softmax Softplus Softsign Split Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
 com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
 """Operators that accept empty tensors. Most calls in bodies of loops and branches, whose shapes are not known before a
 run, must be of these."""
+
+_UNSIZED_INPUTS: Mapping[str, frozenset[int]] = {
+    # Up to some version after 1.24 it takes 0 for an index in empty data.
+    "GatherND": frozenset({1}),
+    # It reads its limits without a look at their sizes.
+    "NonMaxSuppression": frozenset(),
+    # Up to some version after 1.24 it divides by the number of rows.
+    "TopK": frozenset({1}),
+    # It ends the process where it is given an axis of an empty tensor.
+    "Unique": frozenset(),
+}
+"""Operators that may make values of any size, but of inputs that are not empty; those at these places may have any."""
 
 _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters give as empty tensors instead of omitting them."""
@@ -110,22 +122,18 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
     """
     if operator == "Scan":
         return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
-    if operator == "Unique":  # ends the process where it is given an axis of an empty tensor
+    if operator == "Unique":
         return all(attribute.name != "axis" for attribute in attributes)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
 
 
 def accepts_unsized(operator: str, attributes: Sequence[Attribute], unsized: Collection[int]) -> bool:
-    """Return whether a call is safe if its inputs at the places ``unsized``, and its outputs, may have any size.
-
-    Unique needs a tensor that is not empty, NonMaxSuppression limits that are there, and GatherND of versions up to
-    some after 1.24 data that are not empty: it takes 0 for an index in them.
-    """
-    if operator == "GatherND":
-        is_batched = any(attribute.name == "batch_dims" and attribute.i for attribute in attributes)
-        return not is_batched and set(unsized) <= {1}
-    is_sized = operator in {"NonMaxSuppression", "Unique"} and not unsized
-    return is_sized or is_for_bodies(operator, attributes)
+    """Return whether a call is safe if its inputs at the places ``unsized``, and its outputs, may have any size."""
+    if is_for_bodies(operator, attributes):
+        return True
+    if any(attribute.name == "batch_dims" and attribute.i for attribute in attributes):
+        return False
+    return operator in _UNSIZED_INPUTS and _UNSIZED_INPUTS[operator].issuperset(unsized)
 
 
 def _bias(weights: int, bias: int) -> Rule:
