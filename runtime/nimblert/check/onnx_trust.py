@@ -58,7 +58,7 @@ Rule = Callable[[Call], Iterator[str]]
 
 _ANY_SHAPE = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast
-Ceil Celu Clip Compress Concat ConcatFromSequence ConstantOfShape Cos Cosh CumSum Div Dropout Elu Equal Erf Exp
+Ceil Celu Clip Compress Concat ConcatFromSequence ConstantOfShape Cos Cosh Div Dropout Elu Equal Erf Exp
 Expand Flatten Floor Gather GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN
 LeakyRelu Less LessOrEqual Log LogSoftmax Loop MatMul Max Mean Min Mod Mul Neg NonZero Not OptionalGetElement
 OptionalHasElement Or PRelu Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
@@ -73,6 +73,8 @@ ANY_SHAPE = frozenset(_ANY_SHAPE.split())
 run, must be of these."""
 
 _UNSIZED_INPUTS: Mapping[str, frozenset[int]] = {
+    # It reads its axis without a look at the size.
+    "CumSum": frozenset({0}),
     # Up to some version after 1.24 it takes 0 for an index in empty data.
     "GatherND": frozenset({1}),
     # It reads its limits without a look at their sizes.
@@ -122,6 +124,8 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
     """
     if operator == "Scan":
         return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
+    if operator == "Pad":
+        return all(attribute.name != "mode" or attribute.s == b"constant" for attribute in attributes)
     if operator == "Unique":
         return all(attribute.name != "axis" for attribute in attributes)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
