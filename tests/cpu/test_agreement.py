@@ -239,6 +239,25 @@ def test_compile_keeps_casts_that_a_session_would_remove() -> None:
         np.testing.assert_array_equal(loaded.run(feed)["y"], unoptimised(model, feed)[0])
 
 
+def test_compile_keeps_casts_that_a_session_would_join(caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX Runtime removes one of the casts at a time: opened again, it would not round x to float32.
+
+    CenterCropPad, a function with shape arithmetic, makes it optimise the model twice.
+    """
+    model = parse(
+        """<ir_version: 8, opset_import: ["": 18]> g (int64[4] x, float[4] w) => (int32[4] y, float[2] z) {
+            a = Cast <to = 1> (x) b = Cast <to = 7> (a) c = Cast <to = 6> (b) d = Cast <to = 3> (c)
+            y = Cast <to = 6> (d) z = CenterCropPad <axes = [0]> (w, size)
+        }""",
+        size=np.array([2]),
+    )
+    feed = {"x": np.array([-21504471, 18843487, -27306817, 30702667]), "w": np.ones(4, np.float32)}
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        for name, right in zip("yz", unoptimised(model, feed), strict=True):
+            np.testing.assert_array_equal(loaded.run(feed)[name], right)
+    assert "runs without" not in caplog.text
+
+
 def loop(stop: str) -> ModelProto:
     """Adds ``x`` up to four times, or until all reach a limit, and gives each sum."""
     return parse(
