@@ -127,7 +127,7 @@ def _optimize(
     try:
         _save(model, folder, path, level, rewriting)
     except RefusedError as exc:
-        if path.with_name(f"{path.name}.weights").exists():  # it accepted the model and began to save it
+        if _UNWRITTEN.search(str(exc)):
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise OptimizerError(str(refusal(exc, model)), _suspects(log)) from exc
     except ort_process.EndedError as exc:
@@ -137,6 +137,10 @@ def _optimize(
         _tidy_constants(graph)
         _keep_casts(graph)
     return optimized, _rules(name for name, is_changed in _logged(log) if is_changed)
+
+
+_UNWRITTEN = re.compile(r"Failed to write|Protobuf serialization failed")
+"""What ONNX Runtime says where it cannot write the weights, or the rest, of the model that it saves."""
 
 
 def _save(model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting) -> None:

@@ -117,6 +117,25 @@ def test_compile_leaves_out_a_refused_rewrite_behind_a_wrong_one(caplog: pytest.
     assert "runs without DoubleQDQPairsRemover, QDQS8ToU8Transformer" in caplog.text
 
 
+def test_compile_leaves_out_a_rewrite_that_is_refused_when_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """MatMul_BatchNormalization_Fusion removes an output; ONNX Runtime sees it after it has saved model and weights."""
+    model = parse(
+        """<ir_version: 8, opset_import: ["": 15]> g (float[4, 3] x) => (float[4, 100, 1, 1] r, float[4, 100, 1, 1] y) {
+            m = MatMul (x, w)
+            r = Reshape (m, shape)
+            y = BatchNormalization (r, ones, ones, ones, ones)
+        }""",
+        w=np.ones((3, 100), np.float32),
+        shape=np.array([4, 100, 1, 1]),
+        ones=np.ones(100, np.float32),
+    )
+    x = np.random.default_rng(0).standard_normal((4, 3), np.float32)
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        for name, right in zip("ry", unoptimised(model, {"x": x}), strict=True):
+            np.testing.assert_allclose(loaded.run({"x": x})[name], right, rtol=1e-5)
+    assert "runs without MatMul_BatchNormalization_Fusion" in caplog.text
+
+
 def test_compile_leaves_out_a_rewrite_that_crashes() -> None:
     """ONNX Runtime 1.32 transposes within a product of another type than it looks at."""
     model = parse(
