@@ -64,7 +64,7 @@ def judge(file: bytes) -> str:
     except PlanError:
         return "refused"
     for program in plan.programs:
-        list(hazards(program, target=plan.target))
+        list(hazards(program, target=plan.target, bodies=plan.bodies))
     return "read"
 
 

@@ -42,8 +42,8 @@ def build(seed: int, number: int, _note: Callable[[bytes], object]) -> bytes:
 
 
 def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
-    of_refits = bool(plan.refits) and rng.random() < 0.5
-    programs = list(plan.refits if of_refits else plan.programs)
+    field = rng.choice([name for name in ("programs", "refits", "bodies") if getattr(plan, name)] or ["programs"])
+    programs = list(getattr(plan, field))
     chosen = rng.randrange(len(programs) or 1)
     if not programs or not programs[chosen].commands:  # removed by an earlier change
         return plan
@@ -61,9 +61,8 @@ def _changed_commands(plan: Plan, rng: random.Random) -> Plan:
     else:
         commands = [_consistent(c, rng) if i == at else c for i, c in enumerate(commands)]
     programs[chosen] = dataclasses.replace(program, commands=tuple(commands))
-    if of_refits:
-        return dataclasses.replace(plan, refits=tuple(programs))
-    return dataclasses.replace(plan, programs=tuple(programs))
+    changes: dict[str, Any] = {field: tuple(programs)}
+    return dataclasses.replace(plan, **changes)
 
 
 def _consistent(command: Any, rng: random.Random) -> Any:
@@ -105,7 +104,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 def _changed_record(value: Any, rng: random.Random) -> Any:
     fields = [field.name for field in dataclasses.fields(value) if field.init and field.name not in _UNTOUCHED]
-    often = ("programs", "refits", "kernels", "commands", "parameters", "modules")
+    often = ("programs", "refits", "bodies", "kernels", "commands", "parameters", "modules")
     weights = [8 if name in often else 1 for name in fields]
     (name,) = rng.choices(fields, weights)
     return dataclasses.replace(value, **{name: _changed(getattr(value, name), rng)})

@@ -54,6 +54,7 @@ __all__ = [
     "TraceError",
     "UnsupportedModelError",
     "compile",
+    "generate",
     "load_state",
     "training_step",
 ]
@@ -76,6 +77,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     precision: Precision = "keep",
     max_error: float | None = None,
     approximate: bool = False,
+    trip_limit: int = 1 << 20,
     print_passes: bool = False,
     refittable: bool = False,
     streams: str | int = "auto",
@@ -134,6 +136,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       the CPU target from ONNX Runtime without its optimiser and from PyTorch.
     - ``approximate``: round activations to 8 bits in products with quantised weights, which is faster; a note tells
       the error. CPU target.
+    - ``trip_limit``: the most trips of a loop whose number of trips the model leaves open; a call that needs more
+      fails. CPU target.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
@@ -164,6 +168,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         precision=precision,
         max_error=max_error,
         approximate=approximate,
+        trip_limit=trip_limit,
         print_passes=print_passes,
         refittable=refittable,
         streams=streams,
@@ -231,6 +236,45 @@ def training_step(
 
     return entries(
         model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast
+    )
+
+
+def generate(
+    model: "torch.nn.Module",
+    *,
+    prompts: Sequence[int] = (16, 64, 256),
+    max_new_tokens: int = 128,
+    batch: int = 1,
+    eos: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> "Mapping[str, tuple[Any, ...]]":
+    """Return the entries of a plan that generates text, for `compile`: a prefill for each length, and "generate".
+
+    >>> plan = nimblec.compile(nimblec.generate(model, prompts=(16, 64), eos=2), target="cpu")
+    >>> with nimblert.load(plan) as exe:
+    ...     first = exe(ids, lengths, entry="prefill_64")  # prompts of up to 64 tokens, padded at the end
+    ...     tokens, count = exe(np.array(100), entry="generate")  # up to 100 more, in one call
+
+    ``model`` is a causal language model of transformers, or a module of ``(ids, positions)``, both batch x steps, that
+    returns logits (batch x steps x vocabulary) and writes the keys and values of these positions into buffers of its
+    own. Sequences may have prompts of different ``lengths``. The caches have room for the longest of ``prompts`` and
+    ``max_new_tokens``; "generate" returns batch x ``max_new_tokens`` tokens, of which the first ``count`` were made. It
+    ends early where all sequences have reached the token ``eos``, or the caches are full. Another call goes on.
+
+    ``temperature`` 0 takes the most likely token. Otherwise tokens are drawn, from the ``top_k`` most likely (0: all)
+    and of these the fewest with ``top_p`` of the probability, by Philox from the state "shared.seed" and
+    "shared.offset". CPU target.
+
+    Raises ArgumentError for an argument out of range, TraceError if torch.export refuses the model.
+    """
+    from nimblec.pytorch.generation import Sampling, entries  # brings in torch
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    return entries(
+        model, prompts=prompts, max_new_tokens=max_new_tokens, batch=batch, sampling=sampling, eos=eos, seed=seed
     )
 
 

@@ -465,23 +465,55 @@ def test_what_has_no_names_for_several_sizes_is_refused() -> None:
         nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes)
 
 
-class _InFour(nn.Module):
+class _OfFour(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """In four rows."""
-        return x.reshape(4, -1)
+        """A layer of four rows."""
+        return super().forward(x.T)
 
 
 @pytest.mark.parametrize(
     ("module", "rows", "sentence"),
     [
         (nn.Linear(4, 2).eval(), 1, "the dimension batch is 1 in the example, .*: give an example of 2 or more$"),
-        (_InFour(), 4, "the dimension batch can only be 4, since the model's code makes it so"),
+        (_OfFour(4, 2), 4, "the dimension batch can only be 4, since the model's code makes it so"),
     ],
 )
 def test_a_dimension_that_torch_takes_for_fixed(module: nn.Module, rows: int, sentence: str) -> None:
     shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
     with pytest.raises(CompileError, match=sentence):
         nimblec.compile(module, (torch.ones(rows, 4),), target="cpu", dims={"batch": "1..64"}, dynamic_shapes=shapes)
+
+
+class _Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each state of a loop in Python, and the last."""
+        states = [x.new_zeros(x.shape[1], 3)]
+        for step in range(x.shape[0]):
+            states.append(self.cell(x[step], states[-1]))
+        return torch.stack(states), states[-1]
+
+
+def test_size_fixed_by_code_is_exported_alone(caplog: pytest.LogCaptureFixture) -> None:
+    module, example = _Running().eval(), torch.randn(3, 2, 4)
+    shapes = ({0: torch.export.Dim("steps", min=2, max=64), 1: torch.export.Dim("batch", min=1, max=64)},)
+    given: dict[str, Any] = {"target": "cpu", "streams": 1, "dynamic_shapes": shapes}
+    with caplog.at_level("INFO"):
+        plan = nimblec.compile(module, (example,), dims={"steps": (2, 5), "batch": (1, 2)}, **given)
+    refused = "steps, batch: calls of other sizes than the plan's are refused, since the module's code fixes one"
+    assert refused in caplog.text
+    with nimblert.load(plan) as executable, torch.no_grad():
+        for steps, rows in ((2, 1), (5, 2)):
+            x = torch.randn(steps, rows, 4)
+            for found, expected in zip(executable(x.numpy()), module(x), strict=True):
+                np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-6)
+        with pytest.raises(nimblert.InputError, match="'main' has programs for steps=2, 5: give one"):
+            executable(np.zeros((3, 1, 4), np.float32))
+    with pytest.raises(CompileError, match=r"give --dim steps=<size> --dim batch=<size>"):
+        nimblec.compile(module, (example,), **given)
 
 
 class _Top(nn.Module):
@@ -498,6 +530,25 @@ def test_the_sizes_that_torch_suggests_are_in_the_refusal() -> None:
     assert said.startswith("the module: torch.export refuses it: Constraints violated (seq): Not all values of seq = ")
     assert said.endswith("; Suggested fixes: seq = Dim('seq', min=3, max=64)")
     assert "TORCH_LOGS" not in said
+
+
+def test_recurrence_of_lengths_serves_sizes_between(tmp_path: Path) -> None:
+    """The example has lengths that a padded call of one step cannot have."""
+    draws = np.random.default_rng(0)
+    weights = {name: draws.standard_normal((2, 16, size)).astype(np.float32) for name, size in (("w", 3), ("r", 4))}
+    lstm = node("LSTM", ["x", "w", "r", "", "lengths"], ["y", "h", "c"], hidden_size=4, direction="bidirectional")
+    inputs = [floats("x", "steps", 2, 3), ("lengths", TensorProto.INT32, (2,))]
+    outputs = [floats("y", "steps", 2, 2, 4), floats("h", 2, 2, 4), floats("c", 2, 2, 4)]
+    model = write_model(tmp_path / "lstm.onnx", [lstm], inputs, outputs, constants=weights)
+    examples = {"lengths": np.array([2, 2], np.int32)}
+    plan = nimblec.compile(model, target="cpu", dims={"steps": (2, 4, 8)}, examples=examples)
+    session = onnxruntime.InferenceSession(model)
+    with nimblert.load(plan) as executable:
+        for steps in (1, 2, 5, 8):
+            x = draws.standard_normal((steps, 2, 3)).astype(np.float32)
+            given = {"x": x, "lengths": np.array([steps, max(steps - 2, 1)], np.int32)}
+            for found, expected in zip(executable.run(given).values(), session.run(None, given), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 class _OfAll(nn.Module):

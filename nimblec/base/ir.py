@@ -103,16 +103,57 @@ class FillWork:
     element_nbytes: int
 
 
-Work: TypeAlias = KernelWork | CopyWork | FillWork
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyCall:
+    """A run of ``Graph.bodies[body]``.
+
+    ``buffers`` holds, for each buffer of kind INPUT or OUTPUT of the body's graph in order, that of the graph around.
+    ``scratch`` is the buffer for the body's arena, -1 before the body is scheduled.
+    """
+
+    body: int
+    buffers: tuple[int, ...]
+    scratch: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopWork:
+    """Runs of a body while the bool ``condition`` is true, at most ``limit``."""
+
+    condition: Access
+    call: BodyCall
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchWork:
+    """A run of one of several bodies: the byte ``index`` is its place among ``calls``."""
+
+    index: Access
+    calls: tuple[BodyCall, ...]
+
+
+Work: TypeAlias = KernelWork | CopyWork | FillWork | LoopWork | SwitchWork
+
+
+def calls_of(work: Work) -> tuple[BodyCall, ...]:
+    """Return the runs of bodies that a task may make."""
+    match work:
+        case LoopWork():
+            return (work.call,)
+        case SwitchWork():
+            return work.calls
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One kernel launch, copy or fill.
+    """One kernel launch, copy or fill, a loop or a branch.
 
-    ``programmatic_after`` is the task (a lower index) from which this one was captured with a
-    programmatic edge: it may start before the preceding launch has ended, and waits for it itself.
-    None if it may not. ``joined`` is the number of tasks that this one was joined of, whose ops follow its own.
+    The accesses of a loop or branch are those of its bodies outside of their own memory. ``programmatic_after`` is the
+    task (a lower index) from which this one was captured with a programmatic edge: it may start before the preceding
+    launch has ended, and waits for it itself. None if it may not. ``joined`` is the number of tasks that this one was
+    joined of, whose ops follow its own.
     """
 
     op: int
@@ -167,6 +208,7 @@ class Graph:
     outputs: tuple[TensorView, ...]
     weights: tuple[tuple[str, int], ...] = ()
     folded: frozenset[str] = frozenset()
+    bodies: tuple["Body", ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +237,24 @@ class Layout:
     arena_nbytes: int
     weights_nbytes: int
     state_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """The graph of a loop's or branch's body, in a schedule and memory layout once it has one.
+
+    Its buffers of kind INPUT and OUTPUT are memory of the graph around it; it has no state.
+    """
+
+    graph: Graph
+    schedule: Schedule | None = None
+    memory: Layout | None = None
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """The buffers that are memory of the graph around it."""
+        kinds = (BufferKind.INPUT, BufferKind.OUTPUT)
+        return tuple(index for index, buffer in enumerate(self.graph.buffers) if buffer.kind in kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from nimblec.base.errors import ArgumentError, CompileError
 from nimblert.plan import ITEM_NBYTES, Profile
-from nimblert.plan.records import is_integer
+from nimblert.plan.records import DEFAULT_LIMITS, is_integer
 
 TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
 
@@ -73,7 +73,7 @@ class Options:
     a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept, relative to an
     output's largest magnitude, from level 0 at the model's own precision, or on the CPU target from ONNX Runtime
     without its optimiser. ``approximate`` rounds activations to 8 bits beside quantised weights (CPU target).
-    ``print_passes`` notes
+    ``trip_limit``: the most trips of a loop whose number of trips the model leaves open. ``print_passes`` notes
     each rewrite that runs (CPU target: ONNX Runtime's optimiser, as one). ``refittable`` keeps weights
     replaceable that are folded or repacked.
     """
@@ -90,6 +90,7 @@ class Options:
     precision: Precision = "keep"
     max_error: float | None = None
     approximate: bool = False
+    trip_limit: int = 1 << 20
     print_passes: bool = False
     refittable: bool = False
     streams: str = "auto"
@@ -379,6 +380,12 @@ def _read_error(value: Any) -> float:
     return float(value)
 
 
+def _read_trips(value: Any) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 < value <= DEFAULT_LIMITS.trips:
+        raise ArgumentError(f"{shortened(value)}, expected a number from 1 to {DEFAULT_LIMITS.trips}")
+    return int(value)
+
+
 def _read_path(value: Any) -> Path:
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
@@ -400,6 +407,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "precision": _one_of(*get_args(Precision)),
     "max_error": _or_none(_read_error),
     "approximate": _one_of(False, True),
+    "trip_limit": _read_trips,
     "print_passes": _one_of(False, True),
     "refittable": _one_of(False, True),
     "streams": read_streams,

@@ -13,13 +13,15 @@ class LiveModel:
     """A module, a function or an ExportedProgram of this process, and the arguments of one call.
 
     ``args`` is None where none were given: an ExportedProgram has its own. ``dynamic_shapes`` are what
-    torch.export takes.
+    torch.export takes. ``module`` is the module itself where the ``model`` is only its signature with dynamic
+    dimensions, since its code fixes them, so that each size is exported alone.
     """
 
     model: Any
     args: tuple[Any, ...] | None
     kwargs: dict[str, Any] = field(default_factory=dict)
     dynamic_shapes: Any = None
+    module: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

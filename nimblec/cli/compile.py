@@ -14,6 +14,7 @@ from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
 from nimblec.cli.progress import StageProgress
 from nimblert.plan import schema
+from nimblert.plan.records import DEFAULT_LIMITS
 
 
 @click.command("compile", cls=Command)
@@ -104,6 +105,15 @@ from nimblert.plan import schema
     is_flag=True,
     help="CPU target. Round activations to 8 bits in products with quantised weights, which is faster; prints the "
     "error.",
+)
+@click.option(
+    "--trip-limit",
+    type=click.IntRange(1, DEFAULT_LIMITS.trips),
+    default=1 << 20,
+    show_default=True,
+    metavar="N",
+    help="CPU target. The most trips of a loop whose number of trips the model leaves open; a call that needs more "
+    "fails.",
 )
 @click.option(
     "--print-passes",

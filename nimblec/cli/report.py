@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nimblec.cli.console import printable
 from nimblec.cli.measure import Measurement
-from nimblec.inspect.inspection import COMMAND_KINDS, Json, command_counts, shape_text, sizes
+from nimblec.inspect.inspection import Json, command_counts, shape_text, sizes
 from nimblert.plan import Plan
 from nimblert.telemetry import CommandTime
 
@@ -164,12 +164,13 @@ def _tensors(program: Json) -> Table:
 
 
 def _commands(program: Json) -> Table:
-    columns = ("ops", "streams", "events", *COMMAND_KINDS, "golden")
+    counts = program["commands"]
+    columns = ("ops", "streams", "events", *counts, "golden")
     made = table(f"Program {program['name']!r}: commands", *columns, right=columns)
     golden = program["golden"]
     made.add_row(
         *(str(program[key]) for key in ("ops", "streams", "events")),
-        *(str(program["commands"][kind]) for kind in COMMAND_KINDS),
+        *map(str, counts.values()),
         "none" if golden is None else f"seed {golden['seed']}, tolerance {golden['tolerance']:g}",
     )
     return made

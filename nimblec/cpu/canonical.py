@@ -8,38 +8,53 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 
 from onnx import GraphProto, NodeProto
 
 from nimblec.graph.topological_order import topological_order
-from nimblec.onnx_import.model_nodes import read_names, subgraphs
+from nimblec.onnx_import import model_nodes
+from nimblec.onnx_import.model_nodes import first_output, read_names, subgraphs
 
 _COUNTED = re.compile(r"(.+)_token_\d+")
 """ONNX Runtime's form of a name that is taken; the first of several has no number."""
 
 
 def canonicalize(graph: GraphProto, original: GraphProto) -> None:
-    """Sort the nodes of a graph, and renumber the names that ONNX Runtime has numbered.
+    """Sort the nodes of a graph and of the bodies in it, and renumber the names that ONNX Runtime has numbered.
 
     A node goes to the place, in the ``original``, of the first node that needs it, if the dependencies allow that.
     """
+    _sort_bodies(graph, original)
     nodes = _sorted(graph, original)
     names = _numbered(graph, nodes)
     del graph.node[:]
     graph.node.extend(nodes)
+    _rename(graph, names)
+
+
+def _sort_bodies(graph: GraphProto, original: GraphProto) -> None:
+    """Sort the nodes of all bodies, which ONNX Runtime's optimiser may leave in no topological order."""
+    before = {first_output(node): subgraphs(node) for node in original.node}
+    for node in graph.node:
+        bodies = subgraphs(node)
+        originals = before.get(first_output(node), ())
+        for body, unchanged in zip(bodies, originals if len(originals) == len(bodies) else bodies, strict=True):
+            _sort_bodies(body, unchanged)
+            nodes = _sorted(body, unchanged)
+            del body.node[:]
+            body.node.extend(nodes)
+
+
+def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
     for value in (*graph.initializer, *graph.value_info):
         value.name = names.get(value.name, value.name)
     for node in graph.node:
         node.name = names.get(node.name, node.name)
+        node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
-        _rename_reads(node, names)
-
-
-def _rename_reads(node: NodeProto, names: Mapping[str, str]) -> None:
-    node.input[:] = [names.get(name, name) for name in node.input]
-    for graph in subgraphs(node):
-        for inner in graph.node:
-            _rename_reads(inner, names)
+        for body in subgraphs(node):
+            _rename(body, names)
 
 
 def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
@@ -90,8 +105,9 @@ def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
 def _numbered(graph: GraphProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
     """New names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
-    fixed |= {value.name for node in nodes for inner in subgraphs(node) for value in inner.output}
-    used = dict.fromkeys(name for node in nodes for name in (node.name, *read_names(node), *node.output) if name)
+    every = [inner for node in nodes for inner in (node, *chain(*map(model_nodes.nodes, subgraphs(node))))]
+    fixed |= {value.name for node in every for body in subgraphs(node) for value in (*body.input, *body.output)}
+    used = dict.fromkeys(name for node in every for name in (node.name, *node.input, *node.output) if name)
     beginnings = {match[1] for name in used if (match := _COUNTED.fullmatch(name))}
     counted = [name for name in used if name not in fixed and _beginning(name) in beginnings]
     taken = fixed | (used.keys() - set(counted))

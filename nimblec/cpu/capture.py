@@ -3,7 +3,9 @@
 import hashlib
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -14,10 +16,26 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from nimblec.base.errors import UnsupportedModelError
-from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.base.ir import (
+    Access,
+    Body,
+    BodyCall,
+    Buffer,
+    BufferKind,
+    CopyWork,
+    FillWork,
+    Graph,
+    KernelWork,
+    LoopWork,
+    Op,
+    Reference,
+    SwitchWork,
+    Task,
+    TensorView,
+)
 from nimblec.base.options import InputSpec, NamedInput
 from nimblec.base.places import Phase
-from nimblec.cpu import kernels, values
+from nimblec.cpu import control, kernels, values
 from nimblec.cpu.branches import take_branches
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
@@ -35,6 +53,10 @@ from nimblert.plan import Kernel, Module, ParameterKind, Profile
 _RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
+
+_COPIED_NBYTES = 32 << 10
+"""A smaller value that a loop carries is copied at the end of a trip: written in place, it would divide the body into
+several stretches (`nimblec.cpu.stretches`)."""
 
 
 def capture(path: str | PathLike[str], inputs: Sequence[InputSpec] = ()) -> Graph:
@@ -88,7 +110,8 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
     refuse_random(model.proto.graph)
     held = unchanged(model.proto, model.folder, optimized)
     kept = held if weights is None else held.intersection(weights)
-    graph = graph_of(optimized, model.ranges, model.state, kept, sources_of(model.proto, optimized.proto.graph.node))
+    sources = sources_of(model.proto, optimized.proto.graph.node)
+    graph = graph_of(optimized, model.ranges, model.state, kept, sources, trip_limit=model.trip_limit)
     replaceable = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.proto.graph.initializer) - replaceable)
 
@@ -99,6 +122,7 @@ def graph_of(
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
+    trip_limit: int = 1 << 20,
 ) -> Graph:
     """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
@@ -106,7 +130,7 @@ def graph_of(
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, sample_ranges, weights, state, sources or {})
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, trip_limit)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
@@ -150,6 +174,15 @@ def _is_random(node: NodeProto, known: Mapping[str, np.ndarray | None]) -> bool:
     return training is None or bool(training.all())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Control:
+    """A control-flow node: a loop, or the branches of an If, with the graph of each body."""
+
+    loop: control.Loop | None
+    bodies: tuple[control.Body, ...]
+    graphs: tuple[Graph, ...]
+
+
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
@@ -158,20 +191,30 @@ class _Builder:
         optimized: OptimizedModel,
         sample_ranges: values.Ranges,
         weights: Collection[str],
-        state: Sequence[ModelState],
+        state: Sequence[ModelState | control.Slot],
         sources: Mapping[str, str],
+        trip_limit: int,
     ) -> None:
+        self._trip_limit = trip_limit
+        self._optimized = optimized
         model = self._model = optimized.proto
         self._weights = weights
         self._sources = sources
         self._header = kernels.header(model)
-        self._arrays = optimized.arrays
+        self._arrays = dict(optimized.arrays)
         self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
         self._types = values.infer(optimized, model_file.inputs(model), sample_ranges)
         kept = {tensor.output for tensor in state}
         self._returned = [value.name for value in model.graph.output if value.name not in kept]
         self._state = {tensor.input: tensor for tensor in state}
-        self._placement = place_state(model.graph.node, state, self._types, self._returned)
+        copied = [s for s in state if isinstance(s, control.Slot) and s.is_read and s.type.nbytes < _COPIED_NBYTES]
+        placed = [s for s in state if s not in copied]
+        returned = (*self._returned, *(s.output for s in copied))
+        self._reads = Counter(name for node in model.graph.node for name in model_nodes.read_names(node))
+        self._controls = dict(self._programs(model.graph.node))
+        self._handed = dict(pair for found in self._controls.values() for pair in self._carried(found))
+        self._placement = place_state(model.graph.node, placed, self._types, returned, self._handed)
+        self._copies = (*self._placement.copies, *((s.output, s.input) for s in copied))
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
         self._constant_of: dict[bytes, int] = {}
@@ -180,11 +223,13 @@ class _Builder:
         self._ops: list[Op] = []
         self._tasks: list[Task] = []
         self._inputs: list[TensorView] = []
+        self._bodies: list[Body] = []
 
     def add_input(self, name: str, sample_range: tuple[int, int] | None) -> None:
         """A graph input and its buffer."""
-        if name in self._state:
-            self._buffer_of[name] = self._add_state(self._state[name], self._types[name])
+        kept = self._state.get(name)
+        if isinstance(kept, ModelState):
+            self._buffer_of[name] = self._add_state(kept, self._types[name])
             return
         self._buffer_of[name] = self._add_buffer(BufferKind.INPUT, name, self._types[name])
         self._inputs.append(self._view(name, self._types[name], sample_range))
@@ -194,21 +239,29 @@ class _Builder:
         return self._add_buffer(BufferKind.STATE, tensor.name, tensor_type, data, storage=tensor.storage)
 
     def _add_node(self, node: NodeProto) -> None:
-        """The task of a node, with buffers for what it writes."""
+        """The tasks of a node, with buffers for what it writes.
+
+        A loop or branch whose bodies have values of one size each runs them as programs; ONNX Runtime runs any other.
+        """
+        found = self._controls.get(model_nodes.first_output(node))
+        if found is None:
+            self._add_kernel(node)
+        else:
+            self._add_control(node, found)
+
+    def _add_kernel(self, node: NodeProto) -> None:
         built = kernels.build(node, self._types, self._constants, self._header)
         for name in filter(None, node.output):
             if name in self._placement.places:
                 self._buffer_of[name] = self._buffer(self._placement.places[name])
                 continue
-            kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
-            self._buffer_of[name] = self._add_buffer(kind, name, self._types[name])
+            self._add_result(name, self._types[name])
         module = self._modules.setdefault(built.module, len(self._modules))
         kernel = Kernel(module=module, symbol=built.symbol, parameters=built.parameters)
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        source = self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
-        self._ops.append(Op(name=built.symbol, source=source))
+        self._add_op(built.symbol, node)
         self._tasks.append(
             Task(
                 op=len(self._ops) - 1,
@@ -225,17 +278,135 @@ class _Builder:
             )
         )
 
+    def _add_op(self, name: str, node: NodeProto) -> None:
+        self._ops.append(Op(name=name, source=self._source(node)))
+
+    def _source(self, node: NodeProto) -> str:
+        return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
+
+    def _add_result(self, name: str, tensor_type: TensorType) -> int:
+        """Return a new buffer for a value of the graph."""
+        kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
+        self._buffer_of[name] = self._add_buffer(kind, name, tensor_type)
+        return self._buffer_of[name]
+
+    def _programs(self, nodes: Iterable[NodeProto]) -> Iterator[tuple[str, "_Control"]]:
+        """Yield the control-flow nodes whose bodies can be programs, by their first output."""
+        for node in nodes:
+            if node.op_type in control.CONTROL and not node.domain:
+                with suppress(UnsupportedModelError):  # ONNX Runtime runs the node
+                    yield model_nodes.first_output(node), self._control(node)
+
+    def _carried(self, found: "_Control") -> Iterator[tuple[str, str]]:
+        """Yield the last values of a loop with the first ones that nothing else reads, whose memory they may take."""
+        if found.loop is None:
+            return
+        times = Counter(carried.first for carried in found.loop.carried)
+        captured = found.loop.body.captured
+        for carried in found.loop.carried:
+            first = carried.first
+            if carried.output and times[first] == self._reads[first] == 1 and first not in captured:
+                yield carried.output, first
+
+    def _control(self, node: NodeProto) -> "_Control":
+        """Return the graphs of the bodies of a node. Raises UnsupportedModelError for sizes that vary."""
+        constants = {name: type_of(tensor) for name, tensor in self._constants.items() if name in self._arrays}
+        scope = control.Scope(model=self._optimized, types=self._types | constants)
+        loop = control.loop(node, scope, self._trip_limit) if node.op_type != "If" else None
+        bodies = control.branches(node, scope) if loop is None else (loop.body,)
+        graphs = []
+        for body in bodies:
+            inner = map(model_nodes.first_output, body.model.proto.graph.node)
+            sources = dict.fromkeys(inner, self._source(node)) if self._sources else {}
+            builder = _Builder(body.model, {}, (), body.slots, sources, self._trip_limit)
+            for tensor in model_file.inputs(body.model.proto):
+                builder.add_input(tensor.name, None)
+            for slot in body.slots:
+                found = builder._type(slot.output)
+                if found != slot.type and found.nbytes > 1:  # a condition may have the shape [1]
+                    raise UnsupportedModelError(f"{slot.output!r} changes its size")
+            graphs.append(builder.graph())
+        return _Control(loop=loop, bodies=bodies, graphs=tuple(graphs))
+
+    def _add_control(self, node: NodeProto, found: "_Control") -> None:
+        """The task that runs the bodies, with those that fill a loop's carried values."""
+        loop = found.loop
+        if loop is None:
+            slots = [
+                self._buffer(self._placement.places[name])
+                if name in self._placement.places
+                else self._add_result(name, self._types[name])
+                for name in filter(None, node.output)
+            ]
+            byte = self._buffer(node.input[0])
+        else:
+            for name, array in loop.constants.items():
+                self._constants[name] = numpy_helper.from_array(array, name)
+                self._arrays[name] = array
+            for before in loop.before:
+                self._types[before.output[0]] = TensorType(dtype="bool", shape=loop.start_shape)
+                self._add_kernel(before)
+            values = zip(loop.carried, loop.body.slots, strict=True)
+            slots = [self._carry(carried, slot.type) for carried, slot in values]
+            byte = slots[0]
+        captured = [tuple(map(self._buffer, body.captured)) for body in found.bodies]
+        calls = tuple(
+            BodyCall(body=len(self._bodies) + i, buffers=(*slots, *buffers)) for i, buffers in enumerate(captured)
+        )
+        self._bodies += (Body(graph=graph) for graph in found.graphs)
+        at = Access(buffer=byte, offset=0, nbytes=1)
+        self._add_op(kernels.symbol(node), node)
+        self._tasks.append(
+            Task(
+                op=len(self._ops) - 1,
+                work=SwitchWork(index=at, calls=calls)
+                if loop is None
+                else LoopWork(condition=at, call=calls[0], limit=loop.limit),
+                reads=tuple(self._whole(b) for b in dict.fromkeys((byte, *chain(*captured), *(slots if loop else ())))),
+                writes=tuple(map(self._whole, slots)),
+            )
+        )
+
+    def _carry(self, carried: control.Carried, tensor_type: TensorType) -> int:
+        """Return the buffer of a carried value, filled with its first one."""
+        name = carried.output
+        if name in self._placement.places:
+            buffer = self._buffer(self._placement.places[name])
+        elif name and self._is_handed_over(name, carried.first):
+            buffer = self._buffer_of[name] = self._buffer(carried.first)
+        elif not carried.first or name or carried.first in self._constants:
+            buffer = self._add_result(name, tensor_type)
+        else:
+            return self._buffer(carried.first)
+        if not carried.first:
+            whole = self._whole(buffer)
+            self._ops.append(Op(name="zeros", source=name))
+            fill = FillWork(dst=whole, value=0, element_nbytes=1)
+            self._tasks.append(Task(op=len(self._ops) - 1, work=fill, reads=(), writes=(whole,)))
+        elif self._buffer(carried.first) != buffer:
+            self._copy_to(buffer, self._buffer(carried.first), name)
+        return buffer
+
+    def _is_handed_over(self, name: str, first: str) -> bool:
+        """Return whether a loop may keep a carried value in the memory of its first one."""
+        buffer = self._buffer_of.get(first)
+        is_own = buffer is not None and self._buffers[buffer].kind is BufferKind.TEMPORARY
+        return is_own and name not in self._returned and self._handed.get(name) == first
+
+    def _whole(self, buffer: int) -> Access:
+        return Access(buffer=buffer, offset=0, nbytes=self._buffers[buffer].nbytes)
+
     def graph(self) -> Graph:
         """Return the finished Graph."""
         overwritten = {tensor.input for tensor in self._state.values() if tensor.output}
         saved = {
             name: self._copy(name, BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY)
-            for name in dict.fromkeys((*self._returned, *(value for value, _ in self._placement.copies)))
+            for name in dict.fromkeys((*self._returned, *(value for value, _ in self._copies)))
             if name in overwritten  # and its value before the run is needed
         }
         for node in self._placement.nodes:
             self._add_node(node)
-        for value, state in self._placement.copies:
+        for value, state in self._copies:
             source = saved[value] if value in saved else self._buffer(value)
             self._copy_to(self._buffer(state), source, self._state[state].name)
         self._buffer_of |= saved
@@ -249,6 +420,7 @@ class _Builder:
             inputs=tuple(self._inputs),
             outputs=outputs,
             weights=tuple(self._held()),
+            bodies=tuple(self._bodies),
         )
 
     def _held(self) -> Iterator[tuple[str, int]]:

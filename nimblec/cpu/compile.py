@@ -106,7 +106,10 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
             plan = replace(plan, programs=tuple(programs))
             if plan.state:
                 refuse_differing_steps(plan, agreed)
-        if options.sizes:
+        names = ", ".join(name for name, _ in options.sizes)
+        if names and source.live is not None and source.live.module is not None:
+            notes += (f"{names}: calls of other sizes than the plan's are refused, since the module's code fixes one",)
+        elif names:
             with stage(observer, "padding"):
                 plan, found = find_fits(plan, _proofs(plan, agreed))
                 notes += found
@@ -116,7 +119,7 @@ def _write_plan(source: Source, options: Options, output: Path, observer: Observ
 
 
 def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramKey, ExportedModel]":
-    """Return each entry as an ONNX file, for all profiles; one for each where runs write state."""
+    """Return each entry as an ONNX file, for all profiles; one for each where runs write state or code fixes a size."""
     from nimblec.onnx_export import dynamic as dynamic_onnx
     from nimblec.onnx_export import export as onnx_export
 
@@ -129,7 +132,7 @@ def _exported(source: Source, options: Options, scratch: Path) -> "dict[ProgramK
         )
         return {(entry, ()): model for entry, model in files.items()}
     dynamic = sources.dynamic_program(source, options)
-    if dynamic.writes_state:
+    if dynamic.module is not None or dynamic.writes_state:
         by_profile = dynamic.calls(options)
         calls = {program_name("main", profile): call for profile, call in by_profile.items()}
         files = onnx_export.export(calls, scratch, refittable=options.refittable, max_error=options.max_error)
@@ -159,6 +162,7 @@ def _read(
         state=state,
         ranges={**ranges, **_sample_ranges(options)},
         examples={**examples, **dict(options.examples)},
+        trip_limit=options.trip_limit,
     )
 
 
@@ -205,7 +209,9 @@ def _refittable(
 def _refittable_graph(agreed: Agreed[Graph], made: Refittable) -> Graph:
     source = agreed.source
     sources = sources_of(source.proto, made.optimized.proto.graph.node)
-    return capture.graph_of(made.optimized, source.ranges, source.state, sources=sources)
+    return capture.graph_of(
+        made.optimized, source.ranges, source.state, sources=sources, trip_limit=source.trip_limit
+    )
 
 
 def _pass_notes(agreed: Sequence[Agreed[Graph]]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def build(
     for name in reads:
         if name not in constants:
             operands.append((ParameterKind.INPUT, name, types[name]))
-            model.graph.input.append(_value_info(names[name], types[name]))
+            model.graph.input.append(value_info(names[name], types[name]))
         elif is_embedded(constants[name]):
             constant = _renamed(constants[name], names[name])
             model.graph.initializer.append(_by_number(constant) if symbol(node) in _READ_BY_NUMBER else constant)
@@ -117,7 +117,7 @@ def build(
             model.graph.initializer.append(external(names[name], type_of(constants[name])))
     for name in writes:
         operands.append((ParameterKind.OUTPUT, name, types[name]))
-        model.graph.output.append(_value_info(names[name], types[name]))
+        model.graph.output.append(value_info(names[name], types[name]))
     built = NodeKernel(
         module=Module(origin=origin([node.domain]), code=memoryview(model.SerializeToString(deterministic=True))),
         symbol=symbol(node),
@@ -145,10 +145,10 @@ def origin(domains: Iterable[str | None]) -> str:
 def _captured(node: NodeProto) -> Iterator[str]:
     """Values of the main graph that the subgraphs of ``node`` use."""
     for graph in model_nodes.subgraphs(node):
-        yield from _free_names(graph)
+        yield from free_names(graph)
 
 
-def _free_names(graph: GraphProto) -> Iterator[str]:
+def free_names(graph: GraphProto) -> Iterator[str]:
     """Names that ``graph`` uses and does not define; ONNX names are unique down the nesting."""
     defined = {tensor.name for tensor in (*graph.input, *graph.initializer)}
     for node in graph.node:
@@ -221,7 +221,8 @@ def _domains(node: NodeProto, header: Header) -> set[str]:
     return used
 
 
-def _value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
+def value_info(name: str, tensor_type: TensorType) -> ValueInfoProto:
+    """Return the declaration of a value of a model."""
     return helper.make_tensor_value_info(name, model_file.element_type(tensor_type.dtype), tensor_type.shape)
 
 

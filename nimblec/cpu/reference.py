@@ -26,11 +26,16 @@ SEED = 0
 """Of the inputs of golden records."""
 
 
+_MOST_TRIPS = 50
+"""The largest integer drawn for a model with a loop."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
     """The model of a program; it has static shapes. ``folder`` has its external data.
 
     ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them.
+    ``trip_limit`` is the most trips of a loop whose number of trips the model leaves open.
     """
 
     entry: str
@@ -40,6 +45,7 @@ class ReferenceModel:
     state: tuple[ModelState, ...] = ()
     ranges: Ranges = field(default_factory=dict)
     examples: Arrays = field(default_factory=dict)
+    trip_limit: int = 1 << 20
 
     @property
     def inputs(self) -> list[ModelTensor]:
@@ -106,7 +112,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
     """Yield inputs that tell models apart, those of the golden record first.
 
     The others are examples, integers and floats of both signs that are small, large and whole, zeros, and numbers next
-    to zero. Integers stay within their range.
+    to zero. Integers stay within their range, and are small where one may be the number of trips of a loop.
     """
     inputs = [(t, numpy_dtype(t.dtype), static_shape(t)) for t in model.inputs]
     first = {
@@ -118,6 +124,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
     given = {t.name: arrays[t.name] for t, _, shape in inputs if t.name in arrays and arrays[t.name].shape == shape}
     if given:
         yield {**first, **given}
+    most = _MOST_TRIPS if any(node.op_type == "Loop" for node in model_nodes.nodes(model.proto.graph)) else 2**62
     random = np.random.default_rng(SEED)
     normal = {t.name: random.standard_normal(shape) for t, _, shape in inputs}
     for integers, floats in (
@@ -132,7 +139,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
             drawn: np.ndarray = (integers if dtype.kind in "iu" else floats)(normal[t.name])
             if dtype.kind in "iu":
                 low, high = model.ranges.get(t.name, (np.iinfo(dtype).min, np.iinfo(dtype).max))
-                drawn = np.clip(drawn, float(low), float(min(high, 2**62)))
+                drawn = np.clip(drawn, float(low), float(min(high, most)))
             feed[t.name] = np.asarray(drawn > 0 if dtype.kind == "b" else drawn).astype(dtype)
         yield feed
 

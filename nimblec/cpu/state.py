@@ -1,24 +1,37 @@
 """Placement of state: which values are written straight into its memory, and in which order.
 
-The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`). The
-node that computes the next value writes it into the tensor's memory, and so do the nodes before it that change
-some rows in place, if all readers of the older values can run before them. Otherwise the next value is copied
-there at the end.
+The model takes a tensor of the state as an input and returns its next value as an output (`ModelState`); so does the
+body of a loop what it carries (`nimblec.cpu.control`). The node that computes the next value writes it into the
+tensor's memory, and so do the nodes before it that change some rows in place, if all readers of the older values can
+run before them. Otherwise the next value is copied there at the end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
 from onnx import NodeProto
 
 from nimblec.cpu.constants import TensorType
 from nimblec.graph.topological_order import topological_order
-from nimblec.onnx_export.model_state import ModelState
 from nimblec.onnx_import import model_nodes
 from nimblert.check import onnx_operators
 
 _ROWS = frozenset({"ScatterElements", "ScatterND"})
 """Operators that change a part of a tensor; out of place they copy all of it."""
+
+
+class Kept(Protocol):
+    """What is found in some memory before a run, and left there by it: two values of a model; "" leaves the first."""
+
+    @property
+    def input(self) -> str:
+        """The value before."""
+
+    @property
+    def output(self) -> str:
+        """The value after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +48,17 @@ class Placement:
 
 
 def place_state(
-    nodes: Sequence[NodeProto], state: Sequence[ModelState], types: Mapping[str, TensorType], returned: Sequence[str]
+    nodes: Sequence[NodeProto],
+    state: Sequence[Kept],
+    types: Mapping[str, TensorType],
+    returned: Sequence[str],
+    carried: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
-    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state."""
-    graph = _Order(nodes)
+    """Return the placement of ``state`` in a model of these nodes; ``returned`` are the outputs that are not state.
+
+    ``carried`` are the last values that loops carry, each with the first one, in whose place a loop may keep it.
+    """
+    graph = _Order(nodes, carried)
     places: dict[str, str] = {}
     copies = []
     for tensor in state:
@@ -51,11 +71,13 @@ def place_state(
                 break
         else:
             copies.append((tensor.output, tensor.input))
-    return Placement(nodes=tuple(nodes[i] for i in graph.order()), places=places, copies=tuple(copies))
+    # A node that works in place divides a stretch; what can come before it does.
+    order = graph.order({graph.maker[value] for value in places})
+    return Placement(nodes=tuple(nodes[i] for i in order), places=places, copies=tuple(copies))
 
 
 def _chains(
-    tensor: ModelState, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
+    tensor: Kept, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
 ) -> Iterator[list[str]]:
     """Lists of values that may be written into the state's memory one after the other, the longest first."""
     if tensor.output not in graph.maker or tensor.output in taken:
@@ -68,7 +90,7 @@ def _chains(
     for length in dict.fromkeys((len(chain), 1)):
         rest = chain[-length:]
         before = graph.nodes[graph.maker[rest[0]]]
-        if _may_overlap(before, tensor.input):
+        if graph.carried.get(rest[0]) == tensor.input or _may_overlap(before, tensor.input):
             yield rest
 
 
@@ -100,8 +122,9 @@ def _earlier(old: str, chain: Sequence[str], graph: "_Order", returned: Sequence
 class _Order:
     """The nodes of a model and the order in which they may run."""
 
-    def __init__(self, nodes: Sequence[NodeProto]) -> None:
+    def __init__(self, nodes: Sequence[NodeProto], carried: Mapping[str, str]) -> None:
         self.nodes = nodes
+        self.carried = carried
         self.maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
         self.readers: dict[str, list[int]] = {}
         self._after: list[set[int]] = [set() for _ in nodes]
@@ -121,6 +144,6 @@ class _Order:
         self._after = known
         return False
 
-    def order(self) -> list[int]:
-        """Return all nodes in a stable topological order; fewer if there is a cycle."""
-        return topological_order(self._after)
+    def order(self, late: Collection[int] = ()) -> list[int]:
+        """Return all nodes in a topological order, ``late`` ones as late as they may; fewer if there is a cycle."""
+        return topological_order(self._after, late)

@@ -1,7 +1,6 @@
 """A plan as a dict of strings and numbers: what `nimblec inspect` shows, and prints with --json."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from math import prod
 from typing import Any, TypeAlias
@@ -16,20 +15,23 @@ from nimblert.plan import (
     Fit,
     Launch,
     Memcpy,
-    Memset,
     Plan,
     Pointer,
     Program,
+    Record,
     Region,
     ScheduleRecord,
     Target,
     Tensor,
+    Wait,
     Weight,
+    pieces,
 )
 
 Json: TypeAlias = dict[str, Any]
 
-COMMAND_KINDS = ("launch", "memcpy", "memset", "record", "wait")
+_COMMAND_KINDS = ("launch", "memcpy", "memset", "record", "wait")
+"""The kinds of commands that are counted where there are none, too."""
 
 
 def describe(plan: Plan, *, file_nbytes: int) -> Json:
@@ -94,7 +96,10 @@ def _modules_of(plan: Plan, origin: str) -> Json:
 def kernels_by_origin(plan: Plan) -> list[Json]:
     """Return every kernel with its origin and its launches: by origin, most launched first."""
     launches = Counter(
-        command.kernel for program in plan.programs for command in program.commands if isinstance(command, Launch)
+        command.kernel
+        for program in (*plan.programs, *plan.bodies)
+        for command in program.commands
+        if isinstance(command, Launch)
     )
     rows = [
         {
@@ -123,7 +128,7 @@ def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
 def command_counts(program: Program) -> dict[str, int]:
     """Return the number of commands of each kind in a program."""
     counts = Counter(type(command).__name__.lower() for command in program.commands)
-    return {kind: counts[kind] for kind in COMMAND_KINDS}
+    return dict.fromkeys(_COMMAND_KINDS, 0) | counts
 
 
 def _device(plan: Plan) -> Json:
@@ -235,14 +240,9 @@ def arena_map(program: Program) -> list[Json]:
 
 
 def _touched(command: Command) -> list[tuple[Pointer, int]]:
-    match command:
-        case Launch():
-            return [(access.pointer, access.nbytes) for access in command.reads + command.writes]
-        case Memcpy():
-            return [(command.src, command.nbytes), (command.dst, command.nbytes)]
-        case Memset():
-            return [(command.dst, command.count * command.element_nbytes)]
-    return []
+    if isinstance(command, Record | Wait):
+        return []
+    return [(access.pointer, access.nbytes) for access in (*pieces.reads(command), *pieces.writes(command))]
 
 
 Span = tuple[int, int]
@@ -261,11 +261,12 @@ def state_uses(plan: Plan) -> list[dict[str, str]]:
 def _use(program: Program, tensor: Weight) -> str | None:
     start, end = tensor.offset, tensor.offset + tensor.data.nbytes
     found = None
-    for command in program.commands:
+    for _, work in program.work:
         reads, writes = (
-            any(first < end and start < last for first, last in spans) for spans in (_reads(command), _writes(command))
+            any(first < end and start < last for first, last in map(_span, accesses))
+            for accesses in (pieces.reads(work), pieces.writes(work))
         )
-        if writes and isinstance(command, Memcpy):
+        if writes and isinstance(work, Memcpy):
             return "copied"
         if writes:
             found = "in place"
@@ -274,27 +275,7 @@ def _use(program: Program, tensor: Weight) -> str | None:
     return found
 
 
-def _reads(command: Command) -> Iterator[Span]:
-    if isinstance(command, Launch):
-        yield from _spans(command.reads)
-    elif isinstance(command, Memcpy):
-        yield from _span(command.src, command.nbytes)
-
-
-def _writes(command: Command) -> Iterator[Span]:
-    if isinstance(command, Launch):
-        yield from _spans(command.writes)
-    elif isinstance(command, Memcpy):
-        yield from _span(command.dst, command.nbytes)
-    elif isinstance(command, Memset):
-        yield from _span(command.dst, command.count * command.element_nbytes)
-
-
-def _spans(accesses: tuple[Access, ...]) -> Iterator[Span]:
-    for access in accesses:
-        yield from _span(access.pointer, access.nbytes)
-
-
-def _span(pointer: Pointer, nbytes: int) -> Iterator[Span]:
-    if pointer.region is Region.STATE:
-        yield pointer.offset, pointer.offset + nbytes
+def _span(access: Access) -> Span:
+    """Return the bytes of the state that an access touches."""
+    start = access.pointer.offset
+    return (start, start + access.nbytes) if access.pointer.region is Region.STATE else (0, 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nimblec.inspect.inspection import Json, pointer_text
 from nimblec.inspect.timeline import Handover, Span, Timeline, kind, timeline
-from nimblert.plan import Dim3, Launch, Memcpy, Memset, Plan, Program
+from nimblert.plan import Dim3, Launch, Memcpy, Memset, Plan, Program, Switch, While
 
 
 def chrome_trace(plan: Plan) -> Json:
@@ -89,6 +89,11 @@ def _arguments(plan: Plan, program: Program, span: Span) -> Json:
         case Memset():
             nbytes = work.count * work.element_nbytes
             return {**shared, "dst": pointer_text(work.dst), "value": work.value, "nbytes": nbytes}
+        case While():
+            return {**shared, "condition": pointer_text(work.condition), "body": plan.bodies[work.body].name}
+        case Switch():
+            bodies = ", ".join(plan.bodies[body].name for body in work.bodies)
+            return {**shared, "index": pointer_text(work.index), "bodies": bodies}
 
 
 def _dim3(sizes: Dim3) -> str:

@@ -74,7 +74,7 @@ def _judged(name: str, problems: Iterable[str], sentence: str) -> Check:
 
 def _hazards(plan: Plan) -> Iterator[str]:
     for program in (*plan.programs, *plan.refits):
-        for hazard in hazards.hazards(program, target=plan.target):
+        for hazard in hazards.hazards(program, target=plan.target, bodies=plan.bodies):
             yield f"program {program.name!r}: {hazard}"
 
 

@@ -14,6 +14,7 @@ from nimblec.pytorch.model import place_call
 from nimblec.pytorch.outputs import name_outputs
 from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.pytorch.sources import DynamicProgram
+from nimblert.plan.dimensions import profile_text
 
 
 def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedModel:
@@ -21,9 +22,10 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
 
     Raises as `nimblec.onnx_export.export.export` does.
     """
-    call = next(iter(dynamic.calls(options).values()))
+    profile, call = next(iter(dynamic.calls(options).items()))
     model = place_call(call, device="cpu")
-    outputs = name_outputs(run_twice(dynamic.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
+    at = f"{dynamic.name} at {profile_text(profile)}"
+    outputs = name_outputs(run_twice(at, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
     path = folder / "model.onnx"
     with exporting_onnx(dynamic.name):
         program = torch.onnx.export(

@@ -19,6 +19,7 @@ from torch.onnx._internal.exporter._building import OpRecorder
 from nimblec.onnx_export.complex import complex_views
 from nimblec.onnx_export.promotion import even_types
 from nimblec.pytorch.export_errors import exporting
+from nimblec.pytorch.recurrent import any_steps, padded_sequences
 
 
 @contextmanager
@@ -26,6 +27,8 @@ def exporting_onnx(name: str) -> Iterator[None]:
     """Run torch.onnx.export for the model ``name``. Raises TraceError for what it raises."""
     with (
         exporting(name, "torch.onnx.export"),
+        any_steps(),
+        padded_sequences(),
         torch.no_grad(),  # with gradients torch 2.11 refuses a parameter times a number
         exact_identities(),
         exact_angles(),

@@ -16,13 +16,13 @@ from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops import core, nn
 from torch.onnx._internal.exporter._torchlib.ops.hop import higher_order_scan
 
-from nimblec.base.errors import UnsupportedModelError
 from nimblec.onnx_export.arithmetic import ARITHMETIC
 from nimblec.onnx_export.axes import ALONG_AXES
 from nimblec.onnx_export.constants import described, ints, like, sizes
 from nimblec.onnx_export.indexing import INDEXING, ROWS
 from nimblec.onnx_export.losses import LOSSES
 from nimblec.onnx_export.pooling import POOLING
+from nimblec.onnx_export.recurrent import RECURRENT
 from nimblec.onnx_export.resizing import RESIZING
 
 aten = torch.ops.aten
@@ -105,23 +105,6 @@ def matmul(self: Any, other: Any) -> Any:
     return op.Squeeze(op.MatMul(self, op.Unsqueeze(other, last)), last)
 
 
-def lstm(
-    x: Any,
-    hx: Sequence[Any],
-    params: Sequence[Any],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
-    """aten.lstm.input without projections of its hidden state, which ONNX's LSTM lacks."""
-    if len(params) != num_layers * (1 + bidirectional) * (4 if has_biases else 2):
-        raise UnsupportedModelError("ONNX's LSTM has no projection (proj_size): compile for --target cuda")
-    return core.aten_lstm(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
-
-
 def map_rows(body: Any, rows: Sequence[Any], others: Sequence[Any]) -> Any:
     """higher_order.map_impl: a scan that carries nothing."""
     return higher_order_scan(body, (), rows, others)
@@ -133,11 +116,11 @@ COMMON: dict[Any, Any] = {
     **INDEXING,
     **LOSSES,
     **POOLING,
+    **RECURRENT,
     **RESIZING,
     aten.scaled_dot_product_attention.default: attention,
     aten.matmul.default: matmul,
     aten.mv.default: matmul,
-    aten.lstm.input: lstm,
     torch.ops.higher_order.map_impl: map_rows,
     aten._is_all_true.default: core.aten_all,
     aten._is_any_true.default: core.aten_any,

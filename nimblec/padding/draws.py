@@ -32,11 +32,6 @@ class Draws:
         self._axes = axes.inputs
         self._masks = {tensor.name for tensor in program.inputs if tensor.mask}
 
-    def has_mask(self, name: str) -> bool:
-        """Return whether a mask has the dimension."""
-        sides = zip(self._program.inputs, self._axes, strict=True)
-        return any(name in of for tensor, of in sides if tensor.name in self._masks)
-
     @cached_property
     def filled(self) -> dict[str, np.ndarray]:
         """Inputs that hold what calls are padded with."""
@@ -56,7 +51,7 @@ class Draws:
         wide = [large] if is_taken(large) else []
         around = (self.filled, self._drawn(_SEED + 1) | masks, *wide)
         for box, rests in ((self._drawn(_SEED), around), (self._small(_SEED), (self.filled, *wide))):
-            yield tuple(self.merged(box, rest, starts, stops) for rest in rests)
+            yield tuple(self.merged(self.fitting(box, stops), rest, starts, stops) for rest in rests)
 
     def bases(self) -> Iterator[dict[str, np.ndarray]]:
         """Yield inputs for a comparison; with masks also of one sign, so that masked zeros are extremes."""
@@ -66,6 +61,15 @@ class Draws:
             for sign in (1, -1):
                 away = {name: _away_from_zero(array, sign) for name, array in drawn.items()}
                 yield {**away, **{name: drawn[name] for name in self._masks}}
+
+    def fitting(self, base: Arrays, stops: Sizes) -> Arrays:
+        """Return the ``base`` with integers no larger than the sizes that they lack, whose elements they may count."""
+        found = dict(base)
+        for tensor, of in zip(self._program.inputs, self._axes, strict=True):
+            lacking = [stop for name, stop in stops.items() if name not in of]
+            if lacking and found[tensor.name].dtype.kind in "iu":
+                found[tensor.name] = np.minimum(found[tensor.name], min(lacking)).astype(found[tensor.name].dtype)
+        return found
 
     def merged(self, base: Arrays, rest: Arrays, starts: Sizes, stops: Sizes) -> Arrays:
         """Return the ``rest`` with a box of the ``base`` in it."""

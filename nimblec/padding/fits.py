@@ -110,11 +110,11 @@ def _note(plan: Plan, programs: Sequence[Program], name: str, fit: Fit, proof: P
     if fit is Fit.PADDED:
         why = f"; larger ones are refused, since {proof.fault}" if proof.fault else ""
         return f"calls of sizes between are padded{why}"
-    is_masked = any(tensor.mask for tensor in programs[0].inputs)
-    lacking = [t.name for t, of in Axes(programs).of_outputs(programs[0]) if name not in of]
-    if lacking and not is_masked:
-        return f"{refused} output {lacking[0]!r} has no axis of it, and no input is a mask: --pad-mask names one"
-    return f"{refused} {proof.fault if proof.fit is Fit.EXACT else 'padding changes the results'}"
+    lacks_mask = not any(tensor.mask for tensor in programs[0].inputs) and any(
+        name not in of for of in Axes(programs).outputs
+    )
+    advice = "; if an input is a mask, --pad-mask names it" if lacks_mask else ""
+    return f"{refused} {proof.fault if proof.fit is Fit.EXACT else 'padding changes the results'}{advice}"
 
 
 def _sized(plan: Plan) -> Iterator[tuple[Program, ...]]:

@@ -27,10 +27,13 @@ class UnknownUseError(Exception):
 
 
 class Scope:
-    """The values of a graph and of the graphs around it, in a proof for the dimension ``name``."""
+    """The values of a graph and of the graphs around it, in a proof for the dimension ``name`` of a size."""
 
-    def __init__(self, name: str, opsets: Mapping[str, int], ir_version: int, outer: "Scope | None" = None) -> None:
+    def __init__(
+        self, name: str, size: int, opsets: Mapping[str, int], ir_version: int, outer: "Scope | None" = None
+    ) -> None:
         self.name = name
+        self.size = size
         self.opsets = opsets
         self.ir_version = ir_version
         self.values: ChainMap[str, Value] = ChainMap({}, *(outer.values.maps if outer else ()))
@@ -51,7 +54,7 @@ class Scope:
     ) -> list[tuple[Value, TypeProto]]:
         """Interpret a graph within this one."""
         names = (value.name for value in graph.input)
-        inner = Scope(self.name, self.opsets, self.ir_version, self)
+        inner = Scope(self.name, self.size, self.opsets, self.ir_version, self)
         return inner.run(graph, {**dict(zip(names, entering, strict=True)), **constants_of(graph)})
 
     def _set(self, name: str, value: Value, kind: TypeProto) -> None:

@@ -33,7 +33,7 @@ def prove_onnx(
             shape = shape_of(tensor.type) or ()
             of = inputs.get(tensor.name, (None,) * len(shape))
             entering[tensor.name] = given(shape, of, name, 0 if tensor.name in masks else None), tensor.type
-        found = Scope(name, opsets, model.ir_version).run(model.graph, entering) if size > 1 else []
+        found = Scope(name, size, opsets, model.ir_version).run(model.graph, entering) if size > 1 else []
         results = zip((output.name for output in model.graph.output), found, strict=False)
         proofs[name] = prove(
             [(value, outputs[output]) for output, (value, _) in results if output in outputs], name, size

@@ -442,12 +442,28 @@ def _recurrent(call: Call) -> list[Value]:
     rows = [flat_along(flat_along(value, 0), 2) for value in initial]
     rows += [call.step.reshape(lengths, (1, batch, 1))] if lengths is not None else []
     gates = call.step.after(weights, call.step.reduce(x, {2}, (steps, batch, 1)))
-    is_forward = call.attribute("direction", b"forward") == b"forward"
-    states = call.step.scan(gates, 0) if is_forward else call.step.whole(gates, {0}, gates.shape)
+    is_ended = _ends_within(call, gates, lengths)
+    is_causal = is_ended or call.attribute("direction", b"forward") == b"forward"
+    states = call.step.scan(gates, 0) if is_causal else call.step.whole(gates, {0}, gates.shape)
     every = call.step.elementwise([states, *rows], (steps, batch, 1))
+    if is_ended:
+        # ONNX defines the outputs beyond the lengths as zeros.
+        every = replace(every, axes={**every.axes, 0: replace(every.axes[0], fill=0)})
     every = call.step.reshape(every, (steps, 1, batch, 1))
-    last = call.step.elementwise([call.step.reduce(gates, {0}, (1, batch, 1)), *rows], (1, batch, 1))
+    final = call.step.reduce(gates, {0}, (1, batch, 1), lambda _: is_ended)
+    last = call.step.elementwise([final, *rows], (1, batch, 1))
     return [replace(value, shape=shape) for value, shape in zip((every, last, last), call.shapes, strict=False)]
+
+
+def _ends_within(call: Call, steps: Value, lengths: Value | None) -> bool:
+    """Return whether a recurrence reads no padding along its steps, since its lengths are of the call's own steps.
+
+    A length is at most the number of steps, so lengths that depend on no padding end before it. Those that are a
+    constant may be the size of the program.
+    """
+    if lengths is None or lengths.array is not None or lengths.axes or 0 not in steps.axes or not steps.is_plain(0):
+        return False
+    return steps.axes[0].shift == steps.axes[0].extent - call.scope.size
 
 
 @rule("ai.onnx.ml.Binarizer", "ai.onnx.ml.CategoryMapper", "ai.onnx.ml.LabelEncoder", "ai.onnx.ml.OneHotEncoder")

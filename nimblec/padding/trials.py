@@ -33,9 +33,7 @@ class Trial:
     def fit(self, program: Program, name: str, most: Fit) -> Fit:
         """Return which calls with another size of one dimension a program serves, and no more than ``most``."""
         size, others = dict(program.profile)[name], self._neighbours(program, name)
-        given = [of.count(name) for of in self._axes.outputs]
-        is_served = all(given) or self._draws[program.name].has_mask(name)
-        if not (size and others and is_served) or name in self._axes.bound or most is Fit.EXACT:
+        if not (size and others) or name in self._axes.bound or most is Fit.EXACT:
             return Fit.EXACT
         below = max((dict(p.profile)[name] for p in others), key=lambda n: (n < size, n))
         used = {below + 1, size - 1} if below < size else {1, size - 1}
@@ -75,7 +73,8 @@ class Trial:
         starts = {name: total - count if start is None else start}
         stops = {name: starts[name] + count}
         draws = self._draws[large.name]
-        for base in draws.bases():
+        for drawn in draws.bases():
+            base = draws.fitting(drawn, {name: count})
             whole = base if start != 0 else draws.merged(base, draws.filled, starts, stops)
             expected = self._run(small, draws.part(base, starts, stops), {}, {})
             found = self._run(large, whole, starts, stops)

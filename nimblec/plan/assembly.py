@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from nimblec.base.installation import VERSION
-from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Part, Task
+from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Part, Task
 from nimblec.plan.lower import lower, state, weights
 from nimblec.plan.refit_programs import refits
 from nimblec.schedule.lifetimes import used_buffers
@@ -28,9 +28,11 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
     Equal modules, kernels and constants of several parts are stored once; a state whose storage they
     share is one state, and what only one of them writes is state for all.
     """
-    if len(parts) > 1:
+    if len(parts) > 1 or parts[0].graph.bodies:
         parts = _sharing(parts)
     first = parts[0]
+    bodies: list[Program] = []
+    programs = tuple(_program(part, bodies) for part in parts)
     return Plan(
         producer=f"nimblec {VERSION}",
         versions=provenance.versions,
@@ -39,16 +41,17 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         modules=first.graph.modules,
         kernels=first.graph.kernels,
         weights_nbytes=first.memory.weights_nbytes,
-        weights=_united((part.name, weights(part.graph, part.memory)) for part in parts),
+        weights=_united((part.name, weights(*scheduled)) for part in parts for scheduled in _nested(part)),
         state_nbytes=first.memory.state_nbytes,
         state=_united((part.name, state(part.graph, part.memory)) for part in parts),
-        programs=tuple(map(_program, parts)),
+        programs=programs,
         refits=refits(parts),
+        bodies=tuple(bodies),
     )
 
 
-def _program(part: Part) -> Program:
-    made = lower(part.graph, part.schedule, part.memory, name=part.name)
+def _program(part: Part, bodies: list[Program]) -> Program:
+    made = lower(part.graph, part.schedule, part.memory, name=part.name, bodies=bodies)
     return replace(made, schedule=part.record, entry=part.entry, profile=part.profile)
 
 
@@ -68,29 +71,55 @@ def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight,
 
 def _sharing(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with the same modules and kernels, and the same regions of weights and of state."""
-    modules, kernels = _Modules(), _Kernels()
-    graphs = []
-    for graph in _with_common_state([part.graph for part in parts]):
-        module_numbers = modules.add(graph.modules)
-        kernel_numbers = kernels.add(replace(k, module=module_numbers[k.module]) for k in graph.kernels)
-        graphs.append(replace(graph, tasks=tuple(_renumbered(task, kernel_numbers) for task in graph.tasks)))
-    rooms = {kind: _Room(kind) for kind in (BufferKind.CONSTANT, BufferKind.STATE)}
-    offsets = []
-    for part, graph in zip(parts, graphs, strict=True):
-        placed = list(part.memory.offsets)
-        for index in sorted(used_buffers(graph)):
-            if room := rooms.get(graph.buffers[index].kind):
-                placed[index] = room.place(graph.buffers[index])
-        offsets.append(tuple(placed))
-    sizes = {"weights_nbytes": rooms[BufferKind.CONSTANT].nbytes, "state_nbytes": rooms[BufferKind.STATE].nbytes}
+    sharing = _Sharing()
+    graphs = _with_common_state([part.graph for part in parts])
+    shared = [sharing.share(graph, part.memory) for graph, part in zip(graphs, parts, strict=True)]
     return [
-        replace(
-            part,
-            graph=replace(graph, modules=tuple(modules.items), kernels=tuple(kernels.items)),
-            memory=replace(part.memory, offsets=placed, **sizes),
-        )
-        for part, graph, placed in zip(parts, graphs, offsets, strict=True)
+        replace(part, graph=sharing.finished(graph), memory=sharing.sized(memory))
+        for part, (graph, memory) in zip(parts, shared, strict=True)
     ]
+
+
+def _nested(part: Part) -> Iterator[tuple[Graph, Layout]]:
+    """Yield the graph of a part and those of all bodies in it, each with its memory layout."""
+    waiting = [(part.graph, part.memory)]
+    while waiting:
+        graph, memory = waiting.pop()
+        yield graph, memory
+        waiting += [(body.graph, body.memory) for body in graph.bodies if body.memory is not None]
+
+
+class _Sharing:
+    """What several graphs and the bodies in them share: modules, kernels, and the regions of weights and of state."""
+
+    def __init__(self) -> None:
+        self._modules, self._kernels = _Modules(), _Kernels()
+        self._rooms = {kind: _Room(kind) for kind in (BufferKind.CONSTANT, BufferKind.STATE)}
+
+    def share(self, graph: Graph, memory: Layout) -> tuple[Graph, Layout]:
+        """Return a graph with the numbers of all kernels and the places of all weights."""
+        modules = self._modules.add(graph.modules)
+        kernels = self._kernels.add(replace(kernel, module=modules[kernel.module]) for kernel in graph.kernels)
+        placed = list(memory.offsets)
+        for index in sorted(used_buffers(graph)):
+            if room := self._rooms.get(graph.buffers[index].kind):
+                placed[index] = room.place(graph.buffers[index])
+        bodies = []
+        for body in graph.bodies:
+            assert body.memory is not None
+            inner, inner_memory = self.share(body.graph, body.memory)
+            bodies.append(replace(body, graph=inner, memory=inner_memory))
+        tasks = tuple(_renumbered(task, kernels) for task in graph.tasks)
+        return replace(graph, tasks=tasks, bodies=tuple(bodies)), replace(memory, offsets=tuple(placed))
+
+    def finished(self, graph: Graph) -> Graph:
+        """Return a graph that was shared, with all modules and kernels."""
+        return replace(graph, modules=tuple(self._modules.items), kernels=tuple(self._kernels.items))
+
+    def sized(self, memory: Layout) -> Layout:
+        """Return the memory of a graph that was shared, with the sizes of the regions of all."""
+        weights, state = (self._rooms[kind].nbytes for kind in (BufferKind.CONSTANT, BufferKind.STATE))
+        return replace(memory, weights_nbytes=weights, state_nbytes=state)
 
 
 def _with_common_state(graphs: Sequence[Graph]) -> Iterator[Graph]:

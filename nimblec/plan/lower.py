@@ -1,6 +1,8 @@
 """Turn a scheduled graph into the program of a plan."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 from nimblec.base import ir
 from nimblec.base.errors import CompileError
@@ -17,9 +19,12 @@ from nimblert.plan import (
     Record,
     Region,
     Relocation,
+    Role,
+    Switch,
     Tensor,
     Wait,
     Weight,
+    While,
 )
 from nimblert.plan import Work as CommandWork
 
@@ -35,15 +40,22 @@ _REGIONS = {
 _Locate = Callable[[int, int], Pointer]
 
 
-def lower(graph: ir.Graph, schedule: ir.Schedule, layout: ir.Layout, *, name: str = "main") -> Program:
+def lower(
+    graph: ir.Graph,
+    schedule: ir.Schedule,
+    layout: ir.Layout,
+    *,
+    name: str = "main",
+    bodies: list[Program] | None = None,
+) -> Program:
     """Return the program that runs ``graph`` in this schedule and this memory, without a golden record.
 
     The n-th buffer of kind INPUT (or OUTPUT) becomes region INPUT(n) (or OUTPUT(n)). Ops that no
-    task comes from are left out. Raises CompileError for a fill of part of an element.
+    task comes from are left out. The programs of its bodies are appended to ``bodies``, those of the plan.
+    Raises CompileError for a fill of part of an element.
     """
     locate = _locator(graph, layout)
-    used_ops = sorted({op for task in graph.tasks for op in range(task.op, task.op + 1 + task.joined)})
-    new_op = {op: index for index, op in enumerate(used_ops)}
+    ops, commands = _lowered(graph, schedule, _Scope(name, locate, [] if bodies is None else bodies))
     return Program(
         name=name,
         inputs=tuple(_tensor(view, locate) for view in graph.inputs),
@@ -53,9 +65,61 @@ def lower(graph: ir.Graph, schedule: ir.Schedule, layout: ir.Layout, *, name: st
         arena_nbytes=layout.arena_nbytes,
         stream_count=schedule.stream_count,
         event_count=len({before for before, _ in schedule.waits}),
-        ops=tuple(Op(name=graph.ops[op].name, source=graph.ops[op].source) for op in used_ops),
-        commands=tuple(_commands(graph, schedule, locate, new_op)),
+        ops=ops,
+        commands=commands,
     )
+
+
+class _Scope(NamedTuple):
+    """The program that a graph becomes: its name, the places of its buffers, and the bodies of the plan so far."""
+
+    name: str
+    locate: _Locate
+    bodies: list[Program]
+
+
+def _lowered(graph: ir.Graph, schedule: ir.Schedule, scope: _Scope) -> tuple[tuple[Op, ...], tuple[Command, ...]]:
+    """Return the ops and commands of a program."""
+    used_ops = sorted({op for task in graph.tasks for op in range(task.op, task.op + 1 + task.joined)})
+    new_op = {op: index for index, op in enumerate(used_ops)}
+    commands = tuple(_commands(graph, schedule, scope, new_op))
+    return tuple(Op(name=graph.ops[op].name, source=graph.ops[op].source) for op in used_ops), commands
+
+
+def _lower_body(graph: ir.Graph, call: ir.BodyCall, scope: _Scope) -> int:
+    """Append the program of a body, and those of the bodies in it, to the plan's; return its index."""
+    body = graph.bodies[call.body]
+    inner, schedule, memory = body.graph, body.schedule, body.memory
+    assert schedule is not None
+    assert memory is not None
+    outer = dict(zip(body.outer, call.buffers, strict=True))
+
+    def locate(buffer: int, offset: int) -> Pointer:
+        if buffer in outer:
+            return scope.locate(outer[buffer], offset)
+        place = memory.offsets[buffer] + offset
+        if inner.buffers[buffer].kind is ir.BufferKind.CONSTANT:
+            return Pointer(region=Region.WEIGHTS, offset=place)
+        return scope.locate(call.scratch, place)
+
+    index, name = len(scope.bodies), f"{scope.name}/{len(scope.bodies)}"
+    empty = Program(
+        name=name,
+        inputs=(),
+        outputs=(),
+        input_nbytes=(),
+        output_nbytes=(),
+        arena_nbytes=0,
+        stream_count=schedule.stream_count,
+        event_count=len({before for before, _ in schedule.waits}),
+        ops=(),
+        commands=(),
+        role=Role.BODY,
+    )
+    scope.bodies.append(empty)
+    ops, commands = _lowered(inner, schedule, _Scope(name, locate, scope.bodies))
+    scope.bodies[index] = replace(empty, ops=ops, commands=commands)
+    return index
 
 
 def weights(graph: ir.Graph, layout: ir.Layout) -> tuple[Weight, ...]:
@@ -125,7 +189,7 @@ def _tensor(view: ir.TensorView, locate: _Locate) -> Tensor:
     )
 
 
-def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: dict[int, int]) -> Iterator[Command]:
+def _commands(graph: ir.Graph, schedule: ir.Schedule, scope: _Scope, new_op: dict[int, int]) -> Iterator[Command]:
     """Yield the commands in issue order: a task's waits, its work, and the record of its event."""
     awaited: dict[int, list[int]] = {}
     for before, after in schedule.waits:
@@ -139,7 +203,7 @@ def _commands(graph: ir.Graph, schedule: ir.Schedule, locate: _Locate, new_op: d
             yield Wait(stream=stream, event=event)
         work = graph.tasks[task]
         programmatic = stream in last and _starts_early(graph, task, last[stream])
-        yield _work(work, stream, new_op[work.op], locate, programmatic=programmatic)
+        yield _work(graph, work, stream, new_op[work.op], scope, programmatic=programmatic)
         last[stream] = task
         if task in recorded:
             events[task] = len(events)
@@ -159,12 +223,15 @@ def _starts_early(graph: ir.Graph, task: int, previous: int) -> bool:
     return before == previous or (is_launch and graph.tasks[before].op != graph.tasks[task].op)
 
 
-def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic: bool) -> CommandWork:
+def _work(
+    graph: ir.Graph, task: ir.Task, stream: int, op: int, scope: _Scope, *, programmatic: bool
+) -> CommandWork:
+    locate = scope.locate
+    shared = {"stream": stream, "op": op, "duration_ns": task.duration_ns}
     match task.work:
         case ir.KernelWork() as work:
             return Launch(
-                stream=stream,
-                op=op,
+                **shared,
                 kernel=work.kernel,
                 params=work.params,
                 relocations=tuple(
@@ -178,16 +245,13 @@ def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic:
                 dynamic_smem_nbytes=work.dynamic_smem_nbytes,
                 cooperative=work.cooperative,
                 programmatic=programmatic,
-                duration_ns=task.duration_ns,
             )
         case ir.CopyWork(dst=dst, src=src):
             return Memcpy(
-                stream=stream,
-                op=op,
+                **shared,
                 dst=locate(dst.buffer, dst.offset),
                 src=locate(src.buffer, src.offset),
                 nbytes=dst.nbytes,
-                duration_ns=task.duration_ns,
             )
         case ir.FillWork(dst=dst, value=value, element_nbytes=element_nbytes):
             count, rest = divmod(dst.nbytes, element_nbytes)
@@ -197,14 +261,26 @@ def _work(task: ir.Task, stream: int, op: int, locate: _Locate, *, programmatic:
                     f"{element_nbytes} bytes"
                 )
             return Memset(
-                stream=stream,
-                op=op,
+                **shared,
                 dst=locate(dst.buffer, dst.offset),
                 value=value,
                 element_nbytes=element_nbytes,
                 count=count,
-                duration_ns=task.duration_ns,
             )
+        case ir.LoopWork() | ir.SwitchWork() as work:
+            return _control_work(graph, work, scope, shared, task)
+
+
+def _control_work(
+    graph: ir.Graph, work: ir.LoopWork | ir.SwitchWork, scope: _Scope, shared: dict[str, int], task: ir.Task
+) -> While | Switch:
+    reads, writes = (_accesses(accesses, scope.locate) for accesses in (task.reads, task.writes))
+    bodies = tuple(_lower_body(graph, call, scope) for call in ir.calls_of(work))
+    if isinstance(work, ir.SwitchWork):
+        index = scope.locate(work.index.buffer, work.index.offset)
+        return Switch(**shared, index=index, bodies=bodies, reads=reads, writes=writes)
+    condition = scope.locate(work.condition.buffer, work.condition.offset)
+    return While(**shared, condition=condition, body=bodies[0], limit=work.limit, reads=reads, writes=writes)
 
 
 def _accesses(accesses: tuple[ir.Access, ...], locate: _Locate) -> tuple[Access, ...]:

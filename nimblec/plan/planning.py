@@ -5,7 +5,23 @@ from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from nimblec.base.errors import CompileError
-from nimblec.base.ir import BUSY, Graph, KernelWork, Layout, Part, Schedule
+from nimblec.base.ir import (
+    BUSY,
+    Access,
+    Body,
+    BodyCall,
+    Buffer,
+    BufferKind,
+    Graph,
+    KernelWork,
+    Layout,
+    LoopWork,
+    Part,
+    Schedule,
+    SwitchWork,
+    Task,
+    calls_of,
+)
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.schedule import estimates
 from nimblec.schedule.bound import arena_lower_bound
@@ -104,17 +120,16 @@ def choose_schedule(
 ) -> Part:
     """Return the graph, joined by the best schedule found, with schedule and memory layout.
 
-    ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many
-    streams, "auto" the fastest of several as ``timer`` measures them, never slower than "1": policies
-    "tied-..." keep launches that were captured with a programmatic edge one after the other. Without a ``timer``
-    the fastest is found by estimates, and the result holds no durations, so that equal graphs give equal results.
-    Where times are noisy, the captured order is kept, and a note of the result says so. Where
-    the arena of what was asked for takes more than ``memory_limit`` bytes, the fastest schedule
-    that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by policies
-    "recompute-..."; CompileError where that does not suffice either. Results within joined tasks count as well.
-    Tasks are timed one by one, schedules as they are joined.
+    ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many streams, "auto" the
+    fastest of several as ``timer`` measures them, never slower than "1": policies "tied-..." keep launches that were
+    captured with a programmatic edge one after the other. Without a ``timer`` the fastest is found by estimates, and
+    the result holds no durations: equal graphs give equal results. Where times are noisy, the captured order is kept,
+    and a note of the result says so. Where the arena of what was asked for takes more than ``memory_limit`` bytes, the
+    fastest schedule that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by
+    policies "recompute-..."; CompileError where that does not suffice either. Results within joined tasks count as
+    well. Tasks are timed one by one, schedules as they are joined.
     """
-    graph = close_gaps(rename_workspaces(graph))
+    graph = close_gaps(rename_workspaces(_with_scheduled_bodies(graph, join)))
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag), join)
     if timer is None:
@@ -155,6 +170,38 @@ def choose_schedule(
         fewest_sync_count=_fewest_syncs(dag),
     )
     return Part(graph=graph, schedule=schedule, memory=chosen.memory, record=record, notes=notes)
+
+
+def _with_scheduled_bodies(graph: Graph, join: Join) -> Graph:
+    """Return the graph with each body in its captured order on one stream, and a buffer for its memory.
+
+    The body's temporary values lie in that buffer, which the task that runs the body writes.
+    """
+    bodies = []
+    for body in graph.bodies:
+        inner = close_gaps(rename_workspaces(_with_scheduled_bodies(body.graph, join)))
+        inner, schedule = join(inner, serial(dependencies(inner)))
+        bodies.append(Body(graph=inner, schedule=schedule, memory=layout(inner, schedule)))
+    buffers, tasks = list(graph.buffers), []
+    for task in graph.tasks:
+        calls = []
+        for call in calls_of(task.work):
+            memory = bodies[call.body].memory
+            nbytes = 0 if memory is None else memory.arena_nbytes
+            calls.append(replace(call, scratch=len(buffers)))
+            buffers.append(Buffer(kind=BufferKind.TEMPORARY, nbytes=nbytes, name="memory of a body"))
+        tasks.append(_with_calls(task, calls, buffers))
+    return replace(graph, buffers=tuple(buffers), tasks=tuple(tasks), bodies=tuple(bodies))
+
+
+def _with_calls(task: Task, calls: Sequence[BodyCall], buffers: Sequence[Buffer]) -> Task:
+    scratch = tuple(Access(buffer=c.scratch, offset=0, nbytes=buffers[c.scratch].nbytes) for c in calls)
+    match task.work:
+        case LoopWork():
+            return replace(task, work=replace(task.work, call=calls[0]), writes=(*task.writes, *scratch))
+        case SwitchWork():
+            return replace(task, work=replace(task.work, calls=tuple(calls)), writes=(*task.writes, *scratch))
+    return task
 
 
 def _with_durations(graph: Graph, durations: Sequence[int]) -> Graph:

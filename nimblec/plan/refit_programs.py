@@ -25,8 +25,10 @@ from nimblert.plan import (
     Record,
     Region,
     Role,
+    Switch,
     Tensor,
     Wait,
+    While,
 )
 
 
@@ -113,7 +115,7 @@ def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
             return replace(command, dst=move(command.dst), src=move(command.src))
         case Memset():
             return replace(command, dst=move(command.dst))
-        case Record() | Wait():
+        case Record() | Wait() | While() | Switch():
             return command
 
 

@@ -19,8 +19,23 @@ from nimblec.base.gpu_lock import lock
 from nimblec.plan import ownership
 from nimblec.plan.planning import Measured, Timer
 from nimblert.errors import NimbleError
-from nimblert.plan import Device, Kernel, Launch, Memcpy, Plan, Pointer, Record, Wait, Work
+from nimblert.plan import (
+    Device,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Switch,
+    Wait,
+    While,
+    Work,
+)
 from nimblert.plan.files import destination, replacing
+from nimblert.plan.pieces import bodies_of, reads, writes
 
 _LONGEST_NS = 24 * 3600 * 10**9
 """No command takes a day."""
@@ -166,13 +181,18 @@ class CachedTimer:
         for index, module in enumerate(plan.modules):
             if index not in self._code:
                 self._code[index] = sha256(module.code).hexdigest()
-        return [self._key(*self._describe(plan, work)) for _, work in plan.programs[0].work]
+        return self._keys(plan, plan.programs[0])
+
+    def _keys(self, plan: Plan, program: Program) -> list[str]:
+        return [self._key(*self._describe(plan, work)) for _, work in program.work]
 
     def _describe(self, plan: Plan, command: Work) -> tuple[object, ...]:
         if isinstance(command, Memcpy):
             return "Memcpy", command.nbytes
-        if not isinstance(command, Launch):
+        if isinstance(command, Memset):
             return "Memset", command.element_nbytes, command.count
+        if isinstance(command, While | Switch):
+            return type(command).__name__, *(self._keys(plan, plan.bodies[n]) for n in bodies_of(command))
         kernel = plan.kernels[command.kernel]
         launch = (command.grid, command.block, command.cluster, command.dynamic_smem_nbytes, command.cooperative)
         sizes = tuple(access.nbytes for access in (*command.reads, *command.writes))
@@ -199,9 +219,7 @@ def _pointers(command: Work) -> Iterator[tuple[object, ...]]:
         for relocation in command.relocations:
             yield relocation.param_offset, *_place(relocation.pointer)
     else:
-        yield _place(command.dst)
-        if isinstance(command, Memcpy):
-            yield _place(command.src)
+        yield from (_place(access.pointer) for access in (*writes(command), *reads(command)))
 
 
 def _place(pointer: Pointer) -> tuple[int, int, int]:

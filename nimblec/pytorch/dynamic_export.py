@@ -1,6 +1,8 @@
 """Export a module of this process with the dynamic shapes that its user gives, as torch.export takes them."""
 
 import re
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,36 +12,70 @@ from torch.export.dynamic_shapes import _combine_args, _tree_map_with_path
 from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import TraceError, UnsupportedModelError, root_cause
+from nimblec.base.options import Options
 from nimblec.base.source import LiveModel, Source
 from nimblec.pytorch.borrowed import borrowed
 from nimblec.pytorch.dynamic_shapes import user_inputs
-from nimblec.pytorch.export_errors import exporting
+from nimblec.pytorch.export_errors import FIXED, exporting
 from nimblec.pytorch.model import as_module, state_written
 from nimblec.pytorch.outputs import results_by_name
+from nimblec.pytorch.recurrent import any_steps, padded_sequences
+from nimblec.pytorch.sources import DynamicProgram
 
 _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
-def export_dynamic(live: LiveModel) -> Source:
+def export_dynamic(live: LiveModel, for_onnx: Options | None = None) -> Source:
     """Return the ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
 
-    Raises TraceError where torch.export refuses the model or the shapes.
+    ``for_onnx`` are the options of a plan for the CPU target. For it packed sequences are traced as padded ones, and a
+    model whose code fixes a dimension is returned to be exported for each size alone. Raises TraceError where
+    torch.export refuses the model or the shapes.
     """
     name = "the module" if isinstance(live.model, torch.nn.Module) else "the function"
     args = live.args or ()
-    with borrowed(live.model):
+    with borrowed(live.model), padded_sequences() if for_onnx else nullcontext():
         module = as_module(live.model)
         module.register_forward_hook(results_by_name)  # removed at the end of the loan
         try:
-            with exporting(name, "torch.export"):
+            with exporting(name, "torch.export"), any_steps():
                 program = torch.export.export(
                     module, args, live.kwargs, dynamic_shapes=live.dynamic_shapes, strict=False
                 )
                 labels = _labels(program, module, args, live.kwargs, live.dynamic_shapes)
         except TraceError as exc:
-            _refuse_sized_state(name, module, live, str(root_cause(exc)))
-            raise
+            said = str(root_cause(exc))
+            _refuse_sized_state(name, module, live, said)
+            by_size = _by_size(name, module, live, for_onnx) if for_onnx and FIXED.search(said) else None
+            if by_size is None:
+                raise
+            return by_size
     return Source(kind="live", live=LiveModel(model=program, args=None), labels=tuple(labels.items()))
+
+
+def _by_size(name: str, module: torch.nn.Module, live: LiveModel, options: Options) -> Source | None:
+    """Return the source of a module to be exported for each size alone; None if it does not run with all sizes."""
+    args = live.args or ()
+
+    @wraps(module.forward)
+    def inputs(*args: Any, **kwargs: Any) -> list[Any]:
+        return pytree.tree_leaves((args, kwargs))
+
+    signature = torch.nn.Module()
+    signature.forward = inputs
+    with exporting(name, "torch.export"):
+        program = torch.export.export(
+            signature, args, live.kwargs, dynamic_shapes=live.dynamic_shapes, strict=False
+        )
+        labels = _labels(program, signature, args, live.kwargs, live.dynamic_shapes)
+    for call in DynamicProgram(name, program, labels, live.model).calls(options).values():
+        try:
+            with torch.no_grad():
+                call.module(*call.args, **call.kwargs)
+        except Exception:  # noqa: BLE001 - the user's code raises anything
+            return None
+    found = LiveModel(model=program, args=None, module=live.model)
+    return Source(kind="live", live=found, labels=tuple(labels.items()))
 
 
 def _refuse_sized_state(name: str, module: torch.nn.Module, live: LiveModel, said: str) -> None:

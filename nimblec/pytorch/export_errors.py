@@ -23,7 +23,8 @@ _UNTRANSLATED = re.compile(r"No ONNX function found for <(?:OpOverload\(op='([\w
 _EXPERTS = "transformers.grouped_mm_fallback"
 _COMPLEX = "No decompositions registered for the complex-valued input"
 
-_FIXED = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
+FIXED = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
+"""Of a dimension that the code of a model fixes."""
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
                 f"{name}: torch.onnx.export has no translation of {what}: compute it by other operators, or "
                 "compile for --target cuda"
             ) from exc
-        if fixed := _FIXED.search(str(first)):
+        if fixed := FIXED.search(str(first)):
             dimension, size = fixed.groups()
             raise TraceError(f"{name}: the dimension {dimension} {_why_fixed(int(size))}") from exc
         where = f"{line} raised {type(first).__name__}: " if line else ""

@@ -18,6 +18,7 @@ from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.exported_program import load_exported
 from nimblec.pytorch.model import ModelCall, bind, state_written
 from nimblec.pytorch.objects import is_exported, positional
+from nimblec.pytorch.recurrent import any_steps
 from nimblert.plan import Profile
 
 
@@ -44,23 +45,27 @@ def load(source: Source, options: Options, *, device: str = "cpu") -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class DynamicProgram:
-    """An ExportedProgram, its name in error messages, and the user's names for its symbols."""
+    """An ExportedProgram, its name in error messages, and the user's names for its symbols.
+
+    ``module`` is as in `LiveModel`.
+    """
 
     name: str
     program: ExportedProgram
     labels: Mapping[str, str]
+    module: Any = None
 
     @property
     def writes_state(self) -> bool:
         """Whether a run changes buffers or parameters."""
-        with exporting(self.name, "torch.export"):
+        with exporting(self.name, "torch.export"), any_steps():
             # The signature of the functional program tells what in-place calls write.
             functional = self.program.run_decompositions({})
         return bool(state_written(functional.graph_signature))
 
     def calls(self, options: Options) -> dict[Profile, ModelCall]:
         """Return the model on inputs of each profile's sizes, over the same weights."""
-        module = self.program.module(check_guards=False)
+        module = self.module or self.program.module(check_guards=False)
         return {
             profile: dynamic_shapes.specialise(
                 self.name, self.program, None, options, labels=self.labels, profile=profile, module=module
@@ -76,7 +81,8 @@ def dynamic_program(source: Source, options: Options, *, device: str = "cpu") ->
     live = source.live
     if live is None or not is_exported(live.model) or live.args is not None:
         raise _no_names(options)
-    return DynamicProgram(_EXPORTED, live.model, dict(source.labels))
+    name = _EXPORTED if live.module is None else "the module"
+    return DynamicProgram(name, live.model, dict(source.labels), live.module)
 
 
 _EXPORTED = "the ExportedProgram"
@@ -104,7 +110,9 @@ def _load_one(source: Source, options: Options, device: str, name: str = "") -> 
     assert live is not None, source.kind
     if is_exported(live.model):
         given = None if live.args is None else (live.args, live.kwargs)
-        return dynamic_shapes.specialise(name or _EXPORTED, live.model, given, options, labels=labels)
+        return dynamic_shapes.specialise(
+            name or _EXPORTED, live.model, given, options, labels=labels, module=live.module
+        )
     name = name or ("the module" if isinstance(live.model, torch.nn.Module) else "the function")
     return _call(name, live.model, live.args or (), live.kwargs, options)
 

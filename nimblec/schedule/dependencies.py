@@ -6,7 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, FillWork, Graph, KernelWork, Task, Work
+from nimblec.base.ir import (
+    Access,
+    BodyCall,
+    Buffer,
+    BufferKind,
+    CopyWork,
+    FillWork,
+    Graph,
+    KernelWork,
+    LoopWork,
+    SwitchWork,
+    Task,
+    Work,
+)
 from nimblec.schedule.dag import Dag, ancestors, descendants
 
 
@@ -226,3 +239,13 @@ def _work(work: Work, name: Callable[[int], int]) -> Work:
             return replace(work, dst=_access(work.dst, name), src=_access(work.src, name))
         case FillWork():
             return replace(work, dst=_access(work.dst, name))
+        case LoopWork():
+            return replace(work, condition=_access(work.condition, name), call=_call(work.call, name))
+        case SwitchWork():
+            calls = tuple(_call(call, name) for call in work.calls)
+            return replace(work, index=_access(work.index, name), calls=calls)
+
+
+def _call(call: BodyCall, name: Callable[[int], int]) -> BodyCall:
+    scratch = call.scratch if call.scratch < 0 else name(call.scratch)
+    return replace(call, buffers=tuple(map(name, call.buffers)), scratch=scratch)

@@ -1,7 +1,7 @@
-"""Random numbers of a training step: Philox 4x32-10 in plain integer operators, its seed and offset tensors.
+"""Random numbers of a training step, by Philox: its seed and offset are tensors.
 
-J. K. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). The numbers are not torch's: the
-counter of four of them is the offset and their position in the tensor, which depends on no device.
+The numbers are not torch's: the counter of four of them is the offset and their position in the tensor, which depends
+on no device.
 """
 
 import math
@@ -16,33 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.pytorch.aten_graph import is_deterministic
+from nimblec.pytorch.philox import uniform
 
 aten = torch.ops.aten
-
-_WORD = (1 << 32) - 1
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-_LEADING = _WORD - 255
-"""The leading 24 bits of a word: what a float32 holds exactly."""
-
-
-def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
-    """Four words (int64, 0 to 2^32 - 1) for each ``counter`` (int64), which is the low half of Philox's own."""
-    keys = [seed & _WORD, seed >> 32 & _WORD]
-    zero = torch.zeros_like(counter)
-    words = [counter & _WORD, counter >> 32 & _WORD, zero, zero]
-    for number in range(_ROUNDS):
-        left, right = ((key + number * weyl) & _WORD for key, weyl in zip(keys, _WEYL, strict=True))
-        # Products of int64 are modulo 2^64, so that their upper words are right, too.
-        first, second = (words[i] * m for i, m in zip((0, 2), _MULTIPLIERS, strict=True))
-        words = [
-            (second >> 32 & _WORD) ^ words[1] ^ left,
-            second & _WORD,
-            (first >> 32 & _WORD) ^ words[3] ^ right,
-            first & _WORD,
-        ]
-    return words
 
 
 class Draws(TorchDispatchMode):
@@ -85,8 +61,7 @@ class Draws(TorchDispatchMode):
         quarter = -(-count // 4)
         counters = torch.arange(quarter, device=device) + (self._offset + self.used)
         self.used += quarter
-        words = torch.cat(philox(self._seed, counters))[:count].reshape(shape)
-        return (words & _LEADING).to(torch.float32) * 2.0**-32
+        return uniform(self._seed, counters, count).reshape(shape)
 
     def _uniform(self, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
         return (self._drawn(like.shape, like.device) * (high - low) + low).to(like.dtype)

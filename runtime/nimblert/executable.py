@@ -243,7 +243,7 @@ def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):
-        if unordered := tuple(hazards.hazards(loaded, limits, target=plan.target)):
+        if unordered := tuple(hazards.hazards(loaded, limits, target=plan.target, bodies=plan.bodies)):
             raise PlanInvalidError(unordered)
     return selected
 

@@ -228,14 +228,14 @@ def test_newer_minor_version_is_read() -> None:
 
 
 def test_unknown_action_is_refused() -> None:
-    with pytest.raises(PlanFormatError, match="command of kind 6: this nimblert knows kinds 1 to 5"):
-        decode_file(_patched(b"\x06", "programs", 0, "commands", 0, "action_type"))
+    with pytest.raises(PlanFormatError, match="command of kind 8: this nimblert knows kinds 1 to 7"):
+        decode_file(_patched(b"\x08", "programs", 0, "commands", 0, "action_type"))
 
 
 def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
     file = bytearray(_patched(struct.pack("<HH", schema.MAJOR, 7), "schema"))
-    file[place(file, "programs", 0, "commands", 0, "action_type")] = 6
-    with pytest.raises(PlanFormatError, match=r"kinds 1 to 5; it is of plan schema 2\.7, .* up to 2\.1: a newer one"):
+    file[place(file, "programs", 0, "commands", 0, "action_type")] = 8
+    with pytest.raises(PlanFormatError, match=r"kinds 1 to 7; it is of plan schema 2\.7, .* up to 2\.2: a newer one"):
         decode_file(bytes(file))
 
 
@@ -413,11 +413,13 @@ def test_a_file_of_every_version_is_read(released: Path) -> None:
         == [
             ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
             ("main[batch=2]", "main", (("batch", 2),), 9),
-            ("tail", "tail", (), 9),
+            ("tail", "tail", (), 11 if plan.bodies else 9),
         ][: len(programs)]
     )
-    assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3}[released.stem]
-    assert [refit.name for refit in plan.refits] == (["weights"] if released.stem == "plan-2.1" else [])
+    assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3, "plan-2.2": 3}[released.stem]
+    assert [refit.name for refit in plan.refits] == (["weights"] if released.stem >= "plan-2.1" else [])
+    bodies = ["tail.loop", "tail.else", "tail.then"] if released.stem >= "plan-2.2" else []
+    assert [body.name for body in plan.bodies] == bodies
 
 
 def flatc(*arguments: str | Path) -> None:

@@ -357,6 +357,25 @@ the last state of an LSTM: N SPLIT, T EXACT
 an LSTM backward: N SPLIT, T EXACT
     g (float[T,N,4] x) => (float[T,1,N,2] y) $LSTM> { y = LSTM<hidden_size=2, direction="reverse">(x, w, r) }
 
+an LSTM of lengths, backward: N SPLIT, T PADDED
+    g (float[T,N,4] x, int32[N] n) => (float[T,1,N,2] y, float[1,N,2] h, float[1,N,2] c) $LSTM> { y, h, c =
+    LSTM<hidden_size=2, direction="reverse">(x, w, r, , n) }
+
+an LSTM as long as a mask says: N SPLIT, T PADDED
+    g (float[T,N,4] x, float[N,T] mask) => (float[1,N,2] y) $LSTM, int64[1] ones={1}> { s =
+    ReduceSum<keepdims=0>(mask, ones) n = Cast<to=6>(s) , y = LSTM<hidden_size=2>(x, w, r, , n) }
+
+the sum of an LSTM of lengths: N SPLIT, T PADDED
+    g (float[T,N,4] x, int32[N] n) => (float[1,N,2] y) $LSTM, int64[1] a={0}> { o = LSTM<hidden_size=2>(x, w, r, , n)
+    y = ReduceSum<keepdims=0>(o, a) }
+
+an LSTM of constant lengths: T EXACT
+    g (float[T,2,4] x) => (float[1,2,2] y) $LSTM, int32[2] n={6,1}> { , y = LSTM<hidden_size=2>(x, w, r, , n) }
+
+an LSTM of lengths beyond the steps: N SPLIT, T EXACT
+    g (float[T,N,4] x, float[1,N,4] e, int32[N] n) => (float[1,N,2] y) $LSTM> { z = Concat<axis=0>(x, e)
+    , y = LSTM<hidden_size=2>(z, w, r, , n) }
+
 a loop over each: N SPLIT
     $ROWS <int64 n={3}, bool go={1}> { y = Loop(n, go, x) <$BODY Relu(s) }> }
 

@@ -100,6 +100,27 @@ def test_resnet18_compiles_from_its_name_and_agrees_with_torch(nimblec: CommandL
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("cell", ["child_sum", "binary"])
+def test_one_plan_serves_every_tree(cell: str, nimblec: CommandLine, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+
+    import nimblert
+    from samples import tree_lstm
+
+    nimblec.prints("compile", f"samples.tree_lstm:{cell}", "-o", tmp_path / "tree.plan", "--target", "cpu")
+    module, (words, *_) = getattr(tree_lstm, cell)()
+    leaf: tree_lstm.Tree = []
+    trees = (leaf, [leaf, leaf], [[leaf, [[leaf, leaf], leaf]], [leaf]], [[[[[leaf]]]]])
+    with nimblert.load(tmp_path / "tree.plan") as executable, torch.inference_mode():
+        for tree in trees:
+            children = tree_lstm.post_order(tree, 2)
+            count = torch.tensor(int((children >= 0).sum()) + 1)
+            actual = executable(words.numpy(), children.numpy(), count.numpy())
+            np.testing.assert_allclose(actual, module(words, children, count).numpy(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="a node has 3 children, expected at most 2"):
+        tree_lstm.post_order([leaf, leaf, leaf], 2)
+
+
 def test_adapters_are_swapped_without_compiling_again(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     runpy.run_path(str(SAMPLES / "swap_lora.py"), run_name="__main__")

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import nimblec
 import nimblert
 from nimblec.base.errors import CompileError
-from nimblec.training.random import Draws, philox
+from nimblec.pytorch.philox import philox
+from nimblec.training.random import Draws
 
 MANY = 1 << 18
 WORD = (1 << 32) - 1

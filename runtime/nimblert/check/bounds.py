@@ -69,12 +69,13 @@ def limit_problems(plan: Plan, limits: Limits) -> Iterator[str]:
     yield from _beyond("kernels", len(plan.kernels), limits.kernels)
     yield from _beyond("programs", len(plan.programs), limits.programs)
     yield from _beyond("refits", len(plan.refits), limits.refits)
+    yield from _beyond("bodies", len(plan.bodies), limits.bodies)
     if plan.target == Target.CPU:
         for i, module in enumerate(plan.modules):
             yield from _beyond(f"modules[{i}].code", module.code.nbytes, limits.model_nbytes, " bytes")
     passed = sum(sum(program.input_nbytes) + sum(program.output_nbytes) for program in plan.programs)
     yield from _beyond("memory", plan.state_nbytes + plan.arena_nbytes + passed, limits.memory_nbytes, " bytes")
-    for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
+    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies), ("refits", plan.refits)):
         for i, program in enumerate(programs):
             for sentence in _program_problems(program, limits):
                 yield f"{path}[{i}].{sentence}"

@@ -5,16 +5,21 @@ one to the other, and arena bytes that buffers use one after another. It does no
 later read is meant to see: the compiler proves that (`nimblec.schedule.memory.overlaps`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nimblert.plan import Command, Program, Record, Region, Target, Tensor, Wait, Work, pieces
-from nimblert.plan.pieces import Touches
+from nimblert.plan import Access, Command, Program, Record, Region, Switch, Target, Tensor, Wait, While, Work, pieces
+from nimblert.plan.pieces import Touches, bodies_of
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
+
+_Range: TypeAlias = tuple[str, int, int]
+"""The name of a tensor, and the bytes of its region from which and to which it lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,18 @@ _MOST_SENTENCES = 100
 """One missing wait may leave thousands of pairs unordered."""
 
 
-def hazards(program: Program, limits: Limits = DEFAULT_LIMITS, *, target: Target = Target.CUDA) -> Iterator[str]:
+def hazards(
+    program: Program,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    target: Target = Target.CUDA,
+    bodies: Sequence[Program] = (),
+    given: Sequence[Access] = (),
+) -> Iterator[str]:
     """Yield a sentence for each pair of unordered conflicting commands, and each read of unwritten bytes.
+
+    ``bodies`` are those of the plan. Those that commands of ``program`` run are examined too, in which what the command
+    reads is ``given``: written before.
 
     Only adjacent accesses to a byte are named, so further pairs may conflict. Bytes of the arena are unwritten if no
     input, no earlier command and not the reading command itself writes them. On the CPU target, whose accesses are
@@ -96,11 +111,40 @@ def hazards(program: Program, limits: Limits = DEFAULT_LIMITS, *, target: Target
     found = sum(pieces.count(accesses) for accesses in touched.values())
     if found > limits.pieces:
         return iter([f"the accesses of its commands fall into {found} pieces, the limit is {limits.pieces}"])
-    return islice(_hazards(program, works, touched, target), _MOST_SENTENCES)
+    own = _hazards(program, works, touched, target, bodies, given)
+    of_bodies = (
+        f"{_describe(program, placed)}: {found}"
+        for placed in works
+        for body in bodies_of(placed[1])
+        for found in hazards(bodies[body], limits, target=target, bodies=bodies, given=pieces.reads(placed[1]))
+    )
+    return islice(chain(own, of_bodies), _MOST_SENTENCES)
+
+
+def surely_written(work: Work, bodies: Sequence[Program]) -> Collection[Access]:
+    """Return what every run of a command writes: a loop may end before its first trip, and a branch is one of several.
+
+    Branches count where they write a whole range alike.
+    """
+    match work:
+        case While():
+            return ()
+        case Switch():
+            by_branch = (
+                {access for _, inner in bodies[body].work for access in surely_written(inner, bodies)}
+                for body in work.bodies
+            )
+            return frozenset.intersection(*map(frozenset, by_branch)) if work.bodies else ()
+    return pieces.writes(work)
 
 
 def _hazards(
-    program: Program, works: Sequence[tuple[int, Work]], touched: dict[tuple[Region, int], Touches], target: Target
+    program: Program,
+    works: Sequence[tuple[int, Work]],
+    touched: dict[tuple[Region, int], Touches],
+    target: Target,
+    bodies: Sequence[Program],
+    before: Sequence[Access],
 ) -> Iterator[str]:
     ordered = order(program.commands)
     for region, accesses in touched.items():
@@ -111,6 +155,11 @@ def _hazards(
             )
     exact = target is Target.CPU
     given, returned = _by_region(program.inputs), _by_region(program.outputs if exact else ())
+    for access in before:
+        start = access.pointer.offset
+        given.setdefault((access.pointer.region, access.pointer.index), []).append(("", start, start + access.nbytes))
+    if any(bodies_of(work) for _, work in works):
+        touched = pieces.touches([work for _, work in works], partial(surely_written, bodies=bodies))
     for region in sorted(touched.keys() | returned.keys()):
         if region[0] is Region.ARENA or (exact and region[0] is Region.OUTPUT):
             accesses, where = touched.get(region, pieces.NOTHING), _name(*region)
@@ -118,12 +167,13 @@ def _hazards(
             yield from _unwritten(program, works, accesses, where, *passed, exact=exact)
 
 
-def _by_region(tensors: Iterable[Tensor]) -> dict[tuple[Region, int], list[Tensor]]:
+def _by_region(tensors: Iterable[Tensor]) -> dict[tuple[Region, int], list[_Range]]:
     """Return the tensors that are not empty by their regions."""
-    found: dict[tuple[Region, int], list[Tensor]] = {}
+    found: dict[tuple[Region, int], list[_Range]] = {}
     for tensor in tensors:
         if tensor.span_nbytes:
-            found.setdefault((tensor.pointer.region, tensor.pointer.index), []).append(tensor)
+            start, end = tensor.pointer.offset, tensor.pointer.offset + tensor.span_nbytes
+            found.setdefault((tensor.pointer.region, tensor.pointer.index), []).append((tensor.name, start, end))
     return found
 
 
@@ -146,8 +196,8 @@ def _unwritten(
     works: Sequence[tuple[int, Work]],
     accesses: Touches,
     where: str,
-    given: Sequence[Tensor],
-    returned: Sequence[Tensor],
+    given: Sequence[_Range],
+    returned: Sequence[_Range],
     *,
     exact: bool,
 ) -> Iterator[str]:
@@ -156,7 +206,7 @@ def _unwritten(
     ``given`` and ``returned`` are the inputs and outputs in the region, which messages call ``where``. Unless
     ``exact``, bytes that the reading command also writes are exempt: it may write them first.
     """
-    ends = [(tensor.pointer.offset, tensor.pointer.offset + tensor.span_nbytes) for tensor in (*given, *returned)]
+    ends = [(start, end) for _, start, end in (*given, *returned)]
     borders = np.unique(np.concatenate((pieces.cuts(accesses), np.array(ends, np.int64).reshape(-1))))
     written = _Growing(len(borders))
 
@@ -175,9 +225,9 @@ def _unwritten(
             written.add(start, end)
         elif found := unwritten(start, end):
             yield f"{_describe(program, works[work])}: reads {where} bytes {found}, which nobody wrote"
-    for tensor, (start, end) in zip(returned, np.searchsorted(borders, ends[len(given) :]).tolist(), strict=True):
+    for (name, *_), (start, end) in zip(returned, np.searchsorted(borders, ends[len(given) :]).tolist(), strict=True):
         if found := unwritten(start, end):
-            yield f"output {tensor.name!r}: returns {where} bytes {found}, which nobody wrote"
+            yield f"output {name!r}: returns {where} bytes {found}, which nobody wrote"
 
 
 class _Growing:

@@ -1,4 +1,4 @@
-"""The rules of entries, refits and state: what the programs of a plan must agree in, and what they may access."""
+"""The rules of entries, bodies, refits and state: what programs must agree in, and what they may access."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -9,9 +9,24 @@ from typing import TypeAlias
 
 from nimblert.arrays import layouts
 from nimblert.check.bounds import MAX_RANK, under
-from nimblert.plan import ITEM_NBYTES, Access, Fit, Plan, Profile, Program, Region, Role, Target, Tensor, Weight, Work
+from nimblert.plan import (
+    ITEM_NBYTES,
+    Access,
+    Fit,
+    Plan,
+    Profile,
+    Program,
+    Region,
+    Role,
+    Switch,
+    Target,
+    Tensor,
+    Weight,
+    While,
+    Work,
+)
 from nimblert.plan.dimensions import Axes, Shapes, profile_text, shapes_of
-from nimblert.plan.pieces import reads, writes
+from nimblert.plan.pieces import bodies_of, reads, writes
 
 _Signature: TypeAlias = tuple[object, ...]
 """The properties that all programs of an entry share."""
@@ -32,7 +47,7 @@ def entry_problems(plan: Plan) -> Iterator[str]:
         yield from broken
         yield from (f"{path}.outputs[{j}].mask: only inputs are masks" for j, t in enumerate(program.outputs) if t.mask)
         if program.role is not Role.ENTRY:
-            yield f"{path}.role: {program.role.name}, which no command runs"
+            yield f"{path}.role: {program.role.name}, expected ENTRY"
             continue
         if not broken:
             of_entries[program.entry][i] = program
@@ -94,6 +109,121 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name!r} is {fit.name}, and the program writes the state"
 
 
+_MOST_DEPTH = 16
+"""How deep loops and branches may be nested."""
+
+
+def roots(plan: Plan) -> dict[int, Program]:
+    """Return the entry that runs each body, directly or from within other bodies, by the body's index."""
+    found: dict[int, Program] = {}
+    for program in plan.programs:
+        waiting = [program]
+        while waiting:
+            for _, work in waiting.pop().work:
+                for body in bodies_of(work):
+                    if 0 <= body < len(plan.bodies) and body not in found:
+                        found[body] = program
+                        waiting.append(plan.bodies[body])
+    return found
+
+
+def body_problems(plan: Plan, trips: int) -> Iterator[str]:
+    """Yield a sentence for each rule of bodies, and of the commands that run them, that the plan breaks.
+
+    Each body is run by one command, of an entry or of a body before it, and accesses nothing but what that command
+    declares. A loop may make as many ``trips``, and its body writes the condition.
+    """
+    depth: dict[int, int] = {}
+    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies)):
+        for i, program in enumerate(programs):
+            first, outer = (i + 1, depth.get(i, 0)) if path == "bodies" else (0, 0)
+            for j, work in program.work:
+                of_runs = _run_problems(work, plan, first, depth, outer + 1)
+                for problem in chain(of_runs, _control_problems(work, trips)):
+                    yield f"{path}[{i}].commands[{j}].{problem}"
+    for i, refit in enumerate(plan.refits):
+        if any(isinstance(work, While | Switch) for _, work in refit.work):
+            yield f"refits[{i}]: runs a body, which a refit may not"
+    for i, body in enumerate(plan.bodies):
+        if i not in depth:
+            yield f"bodies[{i}]: no command runs it"
+        elif depth[i] > _MOST_DEPTH:
+            yield f"bodies[{i}]: is nested {depth[i]} deep, expected at most {_MOST_DEPTH}"
+        yield from under(f"bodies[{i}]", _body_problems(body))
+
+
+def _run_problems(work: Work, plan: Plan, first: int, depth: dict[int, int], own: int) -> Iterator[str]:
+    """Yield a sentence for each body of a command that it may not run, and enter the others' ``depth``: its ``own``."""
+    for body in bodies_of(work):
+        if not first <= body < len(plan.bodies):
+            yield f"bodies: runs bodies[{body}], expected one from {first} to {len(plan.bodies) - 1}"
+        elif body in depth:
+            yield f"bodies: runs bodies[{body}], which another command runs too"
+        else:
+            depth[body] = own
+            yield from _access_problems(work, plan.bodies[body])
+
+
+def _body_problems(body: Program) -> Iterator[str]:
+    if body.role is not Role.BODY:
+        yield f"role: {body.role.name}, expected BODY"
+    if body.inputs or body.outputs or body.input_nbytes or body.output_nbytes or body.arena_nbytes:
+        yield "arena_nbytes: expected no memory and tensors of its own: it uses those of the entry that runs it"
+    if body.golden or body.schedule or body.profile or body.fits:
+        yield "profile: a body has no profile, golden record or schedule"
+
+
+def _control_problems(work: Work, trips: int) -> Iterator[str]:
+    match work:
+        case While():
+            if work.limit > trips:
+                yield f"limit: {work.limit}, the limit is {trips}: raise it (nimblert.Limits) if you trust the plan"
+            condition = Access(pointer=work.condition, nbytes=1)
+            if not (_Ranges(work.reads).cover(condition) and _Ranges(work.writes).cover(condition)):
+                yield "condition: expected a byte that is written before the loop and in its body"
+        case Switch():
+            if not work.bodies:
+                yield "bodies: there are none"
+            if not _Ranges(work.reads).cover(Access(pointer=work.index, nbytes=1)):
+                yield "index: is not among the reads"
+
+
+def _access_problems(work: Work, body: Program) -> Iterator[str]:
+    """Yield a sentence for each access of a body that the command that runs it does not declare."""
+    written = _Ranges(writes(work))
+    used = _Ranges((*reads(work), *writes(work)))
+    for i, inner in body.work:
+        for what, accesses, declared in (("reads", reads(inner), used), ("writes", writes(inner), written)):
+            for access in accesses:
+                if access.nbytes > 0 and access.pointer.region is not Region.WEIGHTS and not declared.cover(access):
+                    yield f"body: commands[{i}] {what} what the command that runs the body does not declare"
+    if isinstance(work, While):
+        condition = Access(pointer=work.condition, nbytes=1)
+        if not _Ranges(access for _, inner in body.work for access in writes(inner)).cover(condition):
+            yield "condition: the body never writes it, so the loop would not end"
+
+
+class _Ranges:
+    """The bytes of some accesses, by region: disjoint ranges in ascending order."""
+
+    def __init__(self, accesses: Iterable[Access]) -> None:
+        self._of: defaultdict[tuple[Region, int], list[tuple[int, int]]] = defaultdict(list)
+        for access in sorted(accesses, key=lambda a: a.pointer.offset):
+            start, end = access.pointer.offset, access.pointer.offset + access.nbytes
+            ranges = self._of[access.pointer.region, access.pointer.index]
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+            else:
+                ranges.append((start, end))
+
+    def cover(self, access: Access) -> bool:
+        """Return whether all bytes of an access are among these."""
+        start = access.pointer.offset
+        ranges = self._of.get((access.pointer.region, access.pointer.index), [])
+        at = bisect_right(ranges, start, key=lambda found: found[0]) - 1
+        return at >= 0 and start + access.nbytes <= ranges[at][1]
+
+
 def state_problems(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each rule that the state of a plan breaks.
 
@@ -107,13 +237,16 @@ def state_problems(plan: Plan) -> Iterator[str]:
             yield f"state[{i}].name: {tensor.name!r} is not printable"
         elif not tensor.name and plan.target is Target.CPU:
             yield f"state[{i}].name: is empty, as only that of scratch memory of a GPU's kernels may be"
-    for i, program in enumerate(plan.programs):
-        for j, access in _state_accesses(program, reads, writes):
+    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies)):
+        for where, access in (
+            (f"{path}[{i}].commands[{j}]", access)
+            for i, program in enumerate(programs)
+            for j, access in _state_accesses(program, reads, writes)
+        ):
             start, end = access.pointer.offset, access.pointer.offset + access.nbytes
             # Another rule reports accesses outside of the region.
             in_region = start >= 0 and end <= plan.state_nbytes
             if in_region and _state_tensor(plan.state, access) is None:
-                where = f"programs[{i}].commands[{j}]"
                 yield f"{where}: {access.nbytes} bytes at {start} of STATE lie in no one tensor of it"
 
 

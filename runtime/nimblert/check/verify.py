@@ -31,10 +31,12 @@ from nimblert.plan import (
     Region,
     Role,
     ScheduleRecord,
+    Switch,
     Target,
     Tensor,
     Wait,
     Weight,
+    While,
     Work,
 )
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
@@ -91,13 +93,17 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
     yield from _weights_problems("state", plan.state, plan.state_nbytes, limits)
     yield from program_rules.state_problems(plan)
     params_nbytes = tuple(kernel.params_nbytes for kernel in plan.kernels)
-    for path, programs in (("programs", plan.programs), ("refits", plan.refits)):
+    owners = program_rules.roots(plan)
+    for path, programs in (("programs", plan.programs), ("bodies", plan.bodies), ("refits", plan.refits)):
         for i, program in enumerate(programs):
-            sizes = region_sizes(plan, program)
+            if path == "bodies" and i not in owners:  # `body_problems` reports it
+                continue
+            sizes = region_sizes(plan, owners[i] if path == "bodies" else program)
             scope = _Scope(
                 plan=plan, limits=limits, program=program, sizes=sizes, params_nbytes=params_nbytes, nodes=nodes
             )
             yield from under(f"{path}[{i}]", _program_problems(scope))
+    yield from program_rules.body_problems(plan, limits.trips)
     yield from program_rules.refit_problems(plan)
 
 
@@ -177,7 +183,7 @@ def _program_problems(scope: _Scope) -> Iterator[str]:
     for i, command in enumerate(program.commands):
         path = f"commands[{i}]"
         yield from _index_problems(f"{path}.stream", command.stream, program.stream_count, "streams")
-        if isinstance(command, Launch | Memcpy | Memset):
+        if isinstance(command, Work):
             yield from under(path, _work_problems(command, scope))
     yield from _event_problems(program)
     yield from _programmatic_problems(program, scope.plan)
@@ -229,14 +235,14 @@ def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
             yield from _memcpy_problems(work, scope)
         case Memset():
             yield from _memset_problems(work, scope)
+        case While(condition=byte) | Switch(index=byte):
+            yield from extent_problems("condition", byte, 1, scope.sizes)
+            yield from _accesses_problems(work, scope.sizes)
 
 
 def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
     plan, sizes = scope.plan, scope.sizes
-    for i, access in enumerate(launch.reads):
-        yield from extent_problems(f"reads[{i}]", access.pointer, access.nbytes, sizes)
-    for i, access in enumerate(launch.writes):
-        yield from extent_problems(f"writes[{i}]", access.pointer, access.nbytes, sizes)
+    yield from _accesses_problems(launch, sizes)
     if not 0 <= launch.kernel < len(plan.kernels):
         yield f"kernel: {launch.kernel} is out of range (there are {len(plan.kernels)} kernels)"
         return
@@ -253,6 +259,12 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
         from nimblert.check import cpu_rules
 
         yield from cpu_rules.launch_problems(launch, kernel, scope.nodes, sizes, refits=scope.refits)
+
+
+def _accesses_problems(work: Launch | While | Switch, sizes: Sizes) -> Iterator[str]:
+    for what, accesses in (("reads", work.reads), ("writes", work.writes)):
+        for i, access in enumerate(accesses):
+            yield from extent_problems(f"{what}[{i}]", access.pointer, access.nbytes, sizes)
 
 
 def _relocation_problems(launch: Launch) -> Iterator[str]:

@@ -26,9 +26,24 @@ from nimblert.calls.outputs import no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
-from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate
+from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate, refusal
 from nimblert.errors import InputError, PlanInvalidError
-from nimblert.plan import Command, Launch, Memcpy, Memset, Plan, Pointer, Program, Record, Region, Tensor, Wait, Work
+from nimblert.plan import (
+    Command,
+    Launch,
+    Memcpy,
+    Memset,
+    Plan,
+    Pointer,
+    Program,
+    Record,
+    Region,
+    Switch,
+    Tensor,
+    Wait,
+    While,
+    Work,
+)
 from nimblert.plan.dimensions import Shapes
 from nimblert.plan.pieces import writes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
@@ -161,24 +176,24 @@ class CpuBackend:
         self.program = program
         self.bound: frozenset[str] = frozenset()
         self._sessions = loaded.sessions
+        self._bodies = loaded.plan.bodies
         _check_events(program)
         self._own = HostMemory(loaded.plan, program, poison=poison, weights=loaded.weights, working=working)
         self._build(self._own)
 
     def _build(self, memory: HostMemory) -> None:
         """Bind the launches to ``memory``, and start the threads."""
-        self._gates = [threading.Lock() for _ in range(self.program.event_count)]
-        self._options = run_options()
+        gates = [threading.Lock() for _ in range(self.program.event_count)]
         self.memory = memory
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
+        binder = _Binder(self._sessions, self._bodies, memory, gates)
         with self._sessions.lock, self._sessions:
-            self._bound = [(command, self._step(command, i)) for i, command in enumerate(self.program.commands)]
+            self._bound = binder.bind(self.program)
         threads = self._sessions.streams_by_thread(self.program)
         streams = [[bound for bound in self._bound if bound[0].stream in own] for own in threads]
         issued = [steps for steps in streams if steps] or [[]]
-        failures = (*runtime_errors(), MemoryError)
-        self._streams = Streams(issued, self._gates, self._options, failures, partial(_origin, self.program))
+        self._streams = Streams(issued, gates, binder.options, binder.failures, partial(_origin, self.program))
         self._dropped = weakref.finalize(self, self._streams.close)
         self._dropped.atexit = False  # a daemon thread may run until the process ends
 
@@ -278,22 +293,79 @@ class CpuBackend:
         self.inputs = self.outputs = ()
         del self._streams, self._bound, self.memory, self._own
 
-    def _step(self, command: Command, index: int) -> Step:
+
+class _Binder:
+    """Binds the commands of a program, and of the bodies that it runs, to memory: each becomes a call."""
+
+    def __init__(
+        self, sessions: SessionCache, bodies: Sequence[Program], memory: HostMemory, gates: Sequence[threading.Lock]
+    ) -> None:
+        self.options = run_options()
+        self.failures = (*runtime_errors(), MemoryError)
+        self._sessions = sessions
+        self._bodies = bodies
+        self._memory = memory
+        self._gates = gates
+
+    def bind(self, program: Program) -> list[tuple[Command, Step]]:
+        """Return the commands, each with its call."""
+        return [(command, self._step(program, command, i)) for i, command in enumerate(program.commands)]
+
+    def _step(self, program: Program, command: Command, index: int) -> Step:
+        memory = self._memory
         match command:
             case Launch():
-                pool = self._sessions.pools(self.program)[index]
-                return self._sessions.bind(command, pool, self.memory, self._options, f"commands[{index}]")
+                pool = self._sessions.pools(program)[index]
+                return self._sessions.bind(command, pool, memory, self.options, f"commands[{index}]")
             case Memcpy():
-                target = self.memory.range(command.dst, command.nbytes, written=True)
-                return partial(np.copyto, target, self.memory.range(command.src, command.nbytes))
+                target = memory.range(command.dst, command.nbytes, written=True)
+                return partial(np.copyto, target, memory.range(command.src, command.nbytes))
             case Memset():
                 nbytes = command.count * command.element_nbytes
-                elements = self.memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
+                elements = memory.range(command.dst, nbytes, written=True).view(f"u{command.element_nbytes}")
                 return partial(elements.fill, command.value)
+            case While() | Switch():
+                return self._control(program, command)
             case Record():
                 return partial(open_gate, self._gates[command.event])
             case Wait():
                 return partial(pass_gate, self._gates[command.event])
+
+    def _control(self, program: Program, command: While | Switch) -> Step:
+        if isinstance(command, Switch):
+            return partial(_branch, self._memory.range(command.index, 1), [*map(self._body, command.bodies)])
+        condition, body = self._memory.range(command.condition, 1), self._body(command.body)
+        return partial(_loop, condition, body, command.limit, _origin(program, command))
+
+    def _body(self, index: int) -> Step:
+        """Return a call that runs a body in issue order, on the thread that calls it."""
+        body = self._bodies[index]
+        bound = [(command, step) for command, step in self.bind(body) if isinstance(command, Work)]
+        return partial(_run_body, body, bound, self.failures)
+
+
+def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple[type[Exception], ...]) -> None:
+    try:
+        for command, step in bound:  # noqa: B007 - the command that failed
+            step()
+    except failures as exc:
+        raise refusal(_origin(body, command, exc), exc) from exc
+
+
+def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
+    trips = 0
+    while condition[0]:
+        if trips == limit:
+            raise InputError(
+                f"{origin}: has not ended after {limit} trips, the limit that the plan was compiled with: give other "
+                "inputs, or compile with a higher --trip-limit"
+            )
+        trips += 1
+        body()
+
+
+def _branch(index: np.ndarray, bodies: Sequence[Step]) -> None:
+    bodies[min(int(index[0]), len(bodies) - 1)]()
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:
@@ -317,8 +389,8 @@ def _check_events(program: Program) -> None:
             raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
 
 
-def _origin(program: Program, command: Command, failure: Exception) -> str:
-    """Return the op that failed: of a model of several nodes that of the node which ONNX Runtime names.
+def _origin(program: Program, command: Command, failure: object = "") -> str:
+    """Return the op of a command: of a model of several nodes that of the node which ONNX Runtime's ``failure`` names.
 
     The ops of the nodes follow the op of their launch.
     """

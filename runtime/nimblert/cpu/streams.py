@@ -106,7 +106,7 @@ class Streams:
             try:
                 step()
             except self._failures as exc:
-                raise self._refusal(command, exc) from exc
+                raise refusal(self._origin(command, exc), exc) from exc
             if self._is_halted:
                 return
 
@@ -123,18 +123,19 @@ class Streams:
         for gate in self._gates:
             open_gate(gate)
 
-    def _refusal(self, command: Command, failure: Exception) -> InputError:
-        """Return the error to raise where a command failed."""
-        said = str(failure).rstrip()
-        no_memory = isinstance(failure, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
-        what = "needs more memory than there is" if no_memory else "failed on these inputs"
-        return InputError(f"{self._origin(command, failure)}: {what}: {said}")
-
     def close(self) -> None:
         """End the threads."""
         self._halt()
         while self._workers:
             self._workers.pop().end()
+
+
+def refusal(origin: str, failure: Exception) -> InputError:
+    """Return the error to raise where a command failed; ``origin`` names it."""
+    said = str(failure).rstrip()
+    no_memory = isinstance(failure, MemoryError) or "bad_alloc" in said or "to allocate memory" in said
+    what = "needs more memory than there is" if no_memory else "failed on these inputs"
+    return InputError(f"{origin}: {what}: {said}")
 
 
 def pass_gate(gate: threading.Lock) -> None:

@@ -9,7 +9,22 @@ import numpy as np
 
 from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call, release
 from nimblert.cuda.memory import DeviceMemory
-from nimblert.plan import Command, Dim3, Kernel, Launch, Memcpy, Memset, Module, Program, Record, Wait, Work
+from nimblert.errors import PlanInvalidError
+from nimblert.plan import (
+    Command,
+    Dim3,
+    Kernel,
+    Launch,
+    Memcpy,
+    Memset,
+    Module,
+    Program,
+    Record,
+    Switch,
+    Wait,
+    While,
+    Work,
+)
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
@@ -122,6 +137,8 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
         case Memset():
             filling = Filling(command.value, command.element_nbytes, command.count)
             return add_fill(graph, memory.address(command.dst), filling)
+        case While() | Switch():
+            raise PlanInvalidError([f"{type(command).__name__}: this nimblert runs loops and branches on the CPU only"])
 
 
 def add_kernel(

@@ -27,10 +27,12 @@ from nimblert.plan.records import (
     Relocation,
     Role,
     ScheduleRecord,
+    Switch,
     Target,
     Tensor,
     Wait,
     Weight,
+    While,
     Work,
     listed,
 )
@@ -38,6 +40,6 @@ from nimblert.plan.records import (
 __all__ = [
     "ITEM_NBYTES", "Access", "Candidate", "Command", "Device", "Dim3", "Fit", "Golden", "GoldenOutput", "Kernel",
     "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Plan", "Pointer", "Profile",
-    "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Target", "Tensor", "Wait", "Weight",
-    "Work", "listed",
+    "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Switch", "Target", "Tensor", "Wait",
+    "Weight", "While", "Work", "listed",
 ]  # fmt: skip

@@ -5,13 +5,13 @@ each is ordered after the write before it, and each read before the write after 
 ordered. That is linear in the accesses to pieces, where comparing all pairs is quadratic.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nimblert.plan import Access, Launch, Memcpy, Memset, Region, Work
+from nimblert.plan import Access, Launch, Memcpy, Memset, Region, Switch, While, Work
 
 _TOGETHER = 1 << 20  # accesses to pieces that are processed at once: bounds the memory
 
@@ -51,7 +51,7 @@ class Conflicts:
 def reads(work: Work) -> tuple[Access, ...]:
     """Return the byte ranges that a command reads."""
     match work:
-        case Launch():
+        case Launch() | While() | Switch():
             return work.reads
         case Memcpy():
             return (Access(pointer=work.src, nbytes=work.nbytes),)
@@ -62,7 +62,7 @@ def reads(work: Work) -> tuple[Access, ...]:
 def writes(work: Work) -> tuple[Access, ...]:
     """Return the byte ranges that a command writes."""
     match work:
-        case Launch():
+        case Launch() | While() | Switch():
             return work.writes
         case Memcpy():
             return (Access(pointer=work.dst, nbytes=work.nbytes),)
@@ -70,11 +70,23 @@ def writes(work: Work) -> tuple[Access, ...]:
             return (Access(pointer=work.dst, nbytes=work.count * work.element_nbytes),)
 
 
-def touches(works: Sequence[Work]) -> dict[tuple[Region, int], Touches]:
-    """Return the accesses to each region, (region, index), that have any bytes."""
+def bodies_of(work: Work) -> tuple[int, ...]:
+    """Return the bodies that a command may run, as indices of `Plan.bodies`."""
+    match work:
+        case While():
+            return (work.body,)
+        case Switch():
+            return work.bodies
+    return ()
+
+
+def touches(
+    works: Sequence[Work], written: Callable[[Work], Iterable[Access]] = writes
+) -> dict[tuple[Region, int], Touches]:
+    """Return the accesses to each region, (region, index), that have any bytes; ``written`` tells a work's writes."""
     rows: dict[tuple[Region, int], list[tuple[int, int, int, bool]]] = {}
     for index, work in enumerate(works):
-        for write, accesses in ((False, reads(work)), (True, writes(work))):
+        for write, accesses in ((False, reads(work)), (True, written(work))):
             for access in accesses:
                 if access.nbytes:
                     pointer = access.pointer

@@ -134,8 +134,43 @@ class Wait:
     event: int
 
 
-Command: TypeAlias = Launch | Memcpy | Memset | Record | Wait
-Work: TypeAlias = Launch | Memcpy | Memset
+@dataclass(frozen=True, slots=True, kw_only=True)
+class While:
+    """Run the program ``body`` of `Plan.bodies` again and again, while the bool at ``condition`` is true before it.
+
+    A run that needs the body more than ``limit`` times fails. ``reads`` holds what is read of memory written before
+    this command, ``writes`` all that the body may write.
+    """
+
+    stream: int
+    op: int
+    condition: Pointer
+    body: int
+    limit: int
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """Run one of the programs ``bodies`` of `Plan.bodies`: the byte at ``index`` is its place in the list.
+
+    A byte beyond the list stands for its end, so that a bool chooses between two. ``reads`` and ``writes`` are those of
+    all bodies, as in `While`.
+    """
+
+    stream: int
+    op: int
+    index: Pointer
+    bodies: tuple[int, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    duration_ns: int = 0
+
+
+Work: TypeAlias = Launch | Memcpy | Memset | While | Switch
+Command: TypeAlias = Work | Record | Wait
 
 
 class Target(enum.IntEnum):
@@ -426,6 +461,9 @@ class Plan:
     order of offset. All programs share them, and an arena. State without a name is scratch memory of kernels, which a
     run leaves as it found it.
 
+    ``bodies`` are run by the commands While and Switch of programs. Their pointers count from the regions of the entry
+    that runs them.
+
     ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
     stored there unchanged, and from the others the commands compute weights of the plan.
 
@@ -445,6 +483,7 @@ class Plan:
     state: tuple[Weight, ...]
     programs: tuple[Program, ...]
     refits: tuple[Program, ...] = ()
+    bodies: tuple[Program, ...] = ()
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
 
@@ -520,8 +559,9 @@ class Limits:
     - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
       of which is a Python object while it is checked.
     - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
-      of ``refits``, the groups of weights that are replaced together; of ONNX Runtime's ``sessions`` for the programs
-      that are loaded, which is known only when they are opened.
+      of ``refits``, the groups of weights that are replaced together; of ``bodies``, the programs that loops and
+      branches run, and of the ``trips`` that a loop may make; of ONNX Runtime's ``sessions`` for the programs that are
+      loaded, which is known only when they are opened.
     - The cost of proving that one program is ordered: ``pieces``, the byte ranges that commands access, cut where
       others begin or end; ``clocks``, waits times streams.
     """
@@ -534,6 +574,8 @@ class Limits:
     kernels: int = 1 << 17
     programs: int = 1 << 10
     refits: int = 1 << 16
+    bodies: int = 1 << 12
+    trips: int = 1 << 24
     sessions: int = 1 << 13
     streams: int = 1 << 10
     events: int = 1 << 20

@@ -16,7 +16,7 @@ IDENTIFIER = b"NPLN"
 
 MAJOR = 2
 """The major version that is written. Version 1, which 2 extends, is read too; see schema/README.md."""
-MINOR = 1
+MINOR = 2
 """The minor version that is written; fields of newer ones are ignored."""
 OLDEST_MAJOR = 1
 """The oldest major version that is read."""
@@ -80,7 +80,7 @@ STRUCTS = {
 }
 """The numbers of each struct, in the order of the schema; a struct in a struct by its numbers."""
 
-ACTIONS = ("Launch", "Memcpy", "Memset", "Record", "Wait")
+ACTIONS = ("Launch", "Memcpy", "Memset", "Record", "Wait", "While", "Switch")
 """The members of the union Action, numbered from 1."""
 
 REQUIRED: Final = object()
@@ -205,6 +205,25 @@ TABLES = {
         Field("stream", "uint", 0),
         Field("event", "uint", 0),
     )),
+    "While": Table(plan.While, (
+        Field("stream", "uint", 0, (2, 2)),
+        Field("op", "uint", 0, (2, 2)),
+        Field("condition", "Pointer", REQUIRED, (2, 2)),
+        Field("body", "uint", 0, (2, 2)),
+        Field("limit", "ulong", 0, (2, 2)),
+        Field("reads", "[Access]", (), (2, 2)),
+        Field("writes", "[Access]", (), (2, 2)),
+        Field("duration_ns", "ulong", 0, (2, 2)),
+    )),
+    "Switch": Table(plan.Switch, (
+        Field("stream", "uint", 0, (2, 2)),
+        Field("op", "uint", 0, (2, 2)),
+        Field("index", "Pointer", REQUIRED, (2, 2)),
+        Field("bodies", "[uint]", (), (2, 2)),
+        Field("reads", "[Access]", (), (2, 2)),
+        Field("writes", "[Access]", (), (2, 2)),
+        Field("duration_ns", "ulong", 0, (2, 2)),
+    )),
     "Command": Table(tuple, (
         Field("action_type", "ubyte", 0),
         Field("action", "Action", REQUIRED),
@@ -269,6 +288,7 @@ TABLES = {
         Field("state", "[Weight]", ()),
         Field("programs", "[Program]", ()),
         Field("refits", "[Program]", (), (2, 1)),
+        Field("bodies", "[Program]", (), (2, 2)),
     )),
 }  # fmt: skip
 """Every table of the schema, each behind those that it holds."""

@@ -1,0 +1,183 @@
+"""Whole generations as entries of a plan: prefill for each length of prompts, and one loop that makes all tokens.
+
+The loop is torch.while_loop over the model's next token; key-value caches, the last tokens and their positions are
+state that the entries share.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nimblec.base.errors import ArgumentError
+from nimblec.pytorch.export_errors import exporting
+from nimblec.pytorch.philox import uniform
+from nimblec.pytorch.state import Writing, written_by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen from logits: the most likely one at temperature 0, else a drawn one.
+
+    Of the logits, divided by ``temperature``, the ``top_k`` largest count (0: all), and of these the fewest whose
+    probabilities together reach ``top_p``.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def choose(self, logits: Tensor, seed: Tensor, offset: Tensor) -> Tensor:
+        """Return a token for each row of ``logits`` (batch x vocabulary); see `advance` for the random numbers."""
+        if not self.temperature:
+            return logits.argmax(-1)
+        scaled = logits.float() / self.temperature
+        if self.top_k:
+            least = torch.topk(scaled, min(self.top_k, scaled.shape[-1])).values[:, -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        if self.top_p < 1:
+            ordered = torch.sort(scaled, descending=True).values
+            likely = torch.softmax(ordered, -1)
+            kept = (likely.cumsum(-1) - likely) < self.top_p
+            least = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        counters = torch.arange(self.advance(logits.shape), device=logits.device) + offset
+        drawn = uniform(seed, counters, logits.numel()).reshape(logits.shape) + 2.0**-25  # above 0
+        return (scaled - torch.log(-torch.log(drawn))).argmax(-1)  # Gumbel's noise: a draw from the softmax
+
+    def advance(self, shape: Sequence[int]) -> int:
+        """Return by how much one choice from logits of this shape advances the offset of the generator."""
+        return -(-shape[0] * shape[1] // 4) if self.temperature else 0
+
+
+class _Generator(nn.Module):
+    """What the entries share: the model with its caches, and the last token of each sequence and its position."""
+
+    token: Tensor
+    position: Tensor
+    seed: Tensor
+    offset: Tensor
+
+    def __init__(self, model: nn.Module, caches: Iterable[str], batch: int, seed: int) -> None:
+        super().__init__()
+        self.model, self.caches = model, tuple(caches)
+        self.register_buffer("token", torch.zeros(batch, dtype=torch.int64))
+        self.register_buffer("position", torch.zeros(batch, dtype=torch.int64))
+        self.register_buffer("seed", torch.tensor(seed))
+        self.register_buffer("offset", torch.tensor(0))
+
+
+class _Entry(Writing):
+    """An entry, which writes all that the entries share but the seed."""
+
+    def __init__(self, shared: _Generator, sampling: Sampling) -> None:
+        super().__init__()
+        self.shared, self.sampling = shared, sampling
+        self.settable = ("shared.seed",) if sampling.temperature else ()
+        own = ("token", "position", *(["offset"] if sampling.temperature else []))
+        names = (*own, *(f"model.{name}" for name in shared.caches))
+        self.writes = (*(f"shared.{name}" for name in names), *self.settable)
+
+
+class _Prefill(_Entry):
+    """Reads prompts, padded to one length, and chooses the first new token of each."""
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Prompts (batch x length) and their lengths (batch) to the first new token of each (batch)."""
+        shared = self.shared
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        logits = shared.model(ids, positions)
+        last = logits.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1])).squeeze(1)
+        token = self.sampling.choose(last, shared.seed, shared.offset)
+        shared.offset.copy_(shared.offset + self.sampling.advance(last.shape))
+        shared.token.copy_(token)
+        shared.position.copy_(lengths)
+        return token
+
+
+class _Generate(_Entry):
+    """Makes tokens until there are as many as asked for, the caches are full, or all sequences have ended."""
+
+    def __init__(self, shared: _Generator, sampling: Sampling, most: int, length: int, eos: int | None) -> None:
+        super().__init__(shared, sampling)
+        self.most, self.length, self.eos = most, length, eos
+
+    def forward(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the new tokens (batch x most), from the first on, and how many each sequence has got at most.
+
+        What follows a sequence's end is the token that ends it, and what follows the last new token is 0.
+        """
+        shared, sampling, most = self.shared, self.sampling, self.most
+        held = dict(shared.model.named_buffers())
+
+        def goes_on(step: Tensor, token: Tensor, position: Tensor, *_rest: Tensor) -> Tensor:
+            going = (step < count) & (step < most) & (position.amax() < self.length)
+            return going if self.eos is None else going & (token != self.eos).any()
+
+        def make(step: Tensor, token: Tensor, position: Tensor, offset: Tensor, made: Tensor, *caches: Tensor) -> Any:
+            given = {name: cache.clone() for name, cache in zip(shared.caches, caches, strict=True)}
+            logits = functional_call(shared.model, given, (token[:, None], position[:, None]))[:, -1]
+            following = sampling.choose(logits, shared.seed, offset)
+            if self.eos is not None:
+                following = torch.where(token == self.eos, token, following)
+            made = torch.index_copy(made, 1, step.reshape(1), following[:, None])
+            return step + 1, following, position + 1, offset + sampling.advance(logits.shape), made, *given.values()
+
+        first = (
+            torch.zeros((), dtype=torch.int64, device=count.device),
+            *(tensor.clone() for tensor in (shared.token, shared.position, shared.offset)),
+            torch.zeros(len(shared.token), most, dtype=torch.int64, device=count.device),
+            *(held[name].clone() for name in shared.caches),
+        )
+        step, token, position, offset, made, *caches = torch.while_loop(goes_on, make, first)
+        for tensor, last in zip((shared.token, shared.position, shared.offset), (token, position, offset), strict=True):
+            tensor.copy_(last)
+        for name, cache in zip(shared.caches, caches, strict=True):
+            held[name].copy_(cache)
+        return made, step
+
+
+def entries(
+    model: nn.Module,
+    *,
+    prompts: Sequence[int],
+    max_new_tokens: int,
+    batch: int,
+    sampling: Sampling,
+    eos: int | None,
+    seed: int,
+) -> Mapping[str, tuple[Any, ...]]:
+    """Return the entries of `nimblec.generate`."""
+    _check(model, prompts, max_new_tokens, batch, sampling)
+    length = max(prompts) + max_new_tokens
+    if hasattr(model, "generation_config"):
+        from nimblec.pytorch.transformers_cache import Cached
+
+        model = Cached(model, batch, length)
+    example = torch.zeros(batch, min(prompts), dtype=torch.int64)
+    with exporting(type(model).__name__, "torch.export"):
+        program = torch.export.export(model, (example, torch.zeros_like(example)))
+    shared = _Generator(model, written_by(type(model).__name__, program), batch, seed)
+    made: dict[str, tuple[Any, ...]] = {}
+    for size in sorted(set(prompts)):
+        ids, lengths = torch.zeros(batch, size, dtype=torch.int64), torch.full((batch,), size)
+        made[f"prefill_{size}"] = _Prefill(shared, sampling).eval(), (ids, lengths)
+    made["generate"] = _Generate(shared, sampling, max_new_tokens, length, eos).eval(), (torch.tensor(2),)
+    return made
+
+
+def _check(model: Any, prompts: Sequence[int], max_new_tokens: int, batch: int, sampling: Sampling) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if not prompts or min(prompts) < 1:
+        raise ArgumentError(f"prompts: {tuple(prompts)}, expected lengths of at least 1")
+    if max_new_tokens < 1 or batch < 1:
+        raise ArgumentError(f"max_new_tokens, batch: {max_new_tokens}, {batch}, expected at least 1")
+    if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+        raise ArgumentError(
+            f"temperature, top_k, top_p: {sampling.temperature}, {sampling.top_k}, {sampling.top_p}, expected at least "
+            "0, at least 0, and above 0 to 1"
+        )

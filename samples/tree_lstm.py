@@ -1,0 +1,117 @@
+"""Tree-LSTMs (Tai et al. 2015) for any tree: one plan, in which a loop visits the nodes, children before parents.
+
+    nimblec compile samples.tree_lstm:child_sum -o tree.plan --target cpu
+
+A tree is an array: row i holds the children of node i, which come before it, and -1 in the places of missing ones.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+Tree = Sequence["Tree"]
+"""A node is the list of its children."""
+
+WORDS, WIDTH, MOST_NODES = 300, 150, 128
+
+
+def post_order(tree: Tree, arity: int, most_nodes: int = MOST_NODES) -> Tensor:
+    """Return the children of each node (most_nodes x arity), -1 for none; the root is the last node of the tree.
+
+    Raises ValueError for a tree of more nodes, or with a node of more children.
+    """
+    rows: list[list[int]] = []
+
+    def add(node: Tree) -> int:
+        children = [add(child) for child in node]
+        if len(children) > arity:
+            raise ValueError(f"a node has {len(children)} children, expected at most {arity}")
+        rows.append(children + [-1] * (arity - len(children)))
+        return len(rows) - 1
+
+    add(tree)
+    if len(rows) > most_nodes:
+        raise ValueError(f"the tree has {len(rows)} nodes, expected at most {most_nodes}")
+    return torch.tensor(rows + [[-1] * arity] * (most_nodes - len(rows)))
+
+
+class ChildSum(nn.Module):
+    """A node from the sum of its children's states, with a forget gate for each child (equations 2 to 8)."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.width = width
+        self.of_word = nn.Linear(words, 4 * width)
+        self.of_children = nn.Linear(width, 3 * width, bias=False)
+        self.of_child = nn.Linear(width, width, bias=False)
+
+    def forward(self, word: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Word (1 x words) and children's states (arity x width, 0 for none) to the node's state (1 x width)."""
+        gates, forget = self.of_word(word).split((3 * self.width, self.width), -1)
+        i, o, u = (gates + self.of_children(h.sum(0, keepdim=True))).chunk(3, -1)
+        forgets = torch.sigmoid(forget + self.of_child(h))
+        c = torch.sigmoid(i) * torch.tanh(u) + (forgets * c).sum(0, keepdim=True)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class Binary(nn.Module):
+    """A node from its left and its right child, each with weights of its own (equations 9 to 14)."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.width = width
+        self.of_word = nn.Linear(words, 5 * width)
+        self.of_children = nn.Linear(2 * width, 5 * width, bias=False)
+
+    def forward(self, word: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Word (1 x words) and children's states (2 x width, 0 for none) to the node's state (1 x width)."""
+        gates = self.of_word(word) + self.of_children(h.reshape(1, -1))
+        i, o, u, left, right = gates.chunk(5, -1)
+        c = torch.sigmoid(i) * torch.tanh(u) + (torch.sigmoid(torch.cat((left, right))) * c).sum(0, keepdim=True)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
+class TreeLSTM(nn.Module):
+    """The state of the root of a tree."""
+
+    def __init__(self, cell: ChildSum | Binary, arity: int = 2, most_nodes: int = MOST_NODES) -> None:
+        super().__init__()
+        self.cell, self.arity, self.most_nodes = cell, arity, most_nodes
+
+    def forward(self, words: Tensor, children: Tensor, count: Tensor) -> Tensor:
+        """Words (most_nodes x words), children (most_nodes x arity) and the number of nodes to 1 x width."""
+
+        def goes_on(node: Tensor, *_state: Tensor) -> Tensor:
+            return node < count
+
+        def visit(node: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            at = node.reshape(1)
+            below = torch.index_select(children, 0, at).squeeze(0) + 1  # row 0 is that of a missing child
+            state = torch.index_select(h, 0, below), torch.index_select(c, 0, below)
+            new_h, new_c = self.cell(torch.index_select(words, 0, at), *state)
+            return node + 1, torch.index_copy(h, 0, at + 1, new_h), torch.index_copy(c, 0, at + 1, new_c)
+
+        zeros = [torch.zeros(self.most_nodes + 1, self.cell.width) for _ in range(2)]
+        node, h, _ = torch.while_loop(goes_on, visit, (torch.zeros((), dtype=torch.int64), *zeros))
+        return torch.index_select(h, 0, node.reshape(1))
+
+
+Example = tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]
+
+
+def child_sum() -> Example:
+    """A child-sum Tree-LSTM over trees of at most `MOST_NODES` nodes, with an example."""
+    return _example(ChildSum)
+
+
+def binary() -> Example:
+    """A binary Tree-LSTM, with an example."""
+    return _example(Binary)
+
+
+def _example(cell: type[ChildSum | Binary]) -> Example:
+    torch.manual_seed(0)
+    leaf: Tree = []
+    tree = [[leaf, leaf], [leaf, [leaf, leaf]]]
+    return TreeLSTM(cell()).eval(), (torch.randn(MOST_NODES, WORDS), post_order(tree, 2), torch.tensor(9))
