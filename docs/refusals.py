@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 from plan_bytes import Lines
 
 from nimblec.cpu import capture
@@ -19,12 +20,19 @@ from nimblert.plan import Device
 SAMPLES = Path(__file__).parent.parent / "samples"
 MODEL = SAMPLES / "digits.onnx"
 
+RANGE = """<ir_version: 9, opset_import: ["": 18]> model (int64 n) => (int64[k] y) {
+    start = Constant <value_int = 0> ()
+    step = Constant <value_int = 1> ()
+    [node_0] y = Range (start, n, step)
+}"""
+
 
 def refused(path: Path, folder: Path) -> Lines:
     """Refused inputs, each with its message."""
     yield from _refusal("an input of unknown size", lambda: capture.read(_model(folder, "Relu", ("batch", 4))))
-    nonzero = _model(folder, "NonZero", (4, 4))
-    yield from _refusal("sizes that depend on values", lambda: capture.capture(nonzero))
+    counting = folder / "Range.onnx"
+    counting.write_bytes(onnx.parser.parse_model(RANGE).SerializeToString())
+    yield from _refusal("an output of any size", lambda: capture.capture(counting))
     yield from _refusal("an unknown operator", lambda: capture.read(_model(folder, "Squareplus", (4,))))
     damaged = folder / "damaged.plan"
     content = bytearray(path.read_bytes())
@@ -58,12 +66,11 @@ def _refusal(what: str, call: Callable[[], object]) -> Lines:
 def _model(folder: Path, operator: str, shape: Sequence[int | str]) -> Path:
     """A model of one node, x to y."""
     make = onnx.helper
-    dtype = onnx.TensorProto.INT64 if operator == "NonZero" else onnx.TensorProto.FLOAT
     graph = make.make_graph(
         [make.make_node(operator, ["x"], ["y"], name="node_0")],
         "model",
         [make.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
-        [make.make_tensor_value_info("y", dtype, None)],
+        [make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
     )
     path = folder / f"{operator}.onnx"
     model = make.make_model(graph, opset_imports=[make.make_opsetid("", 18)], ir_version=9)

@@ -78,6 +78,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     max_error: float | None = None,
     approximate: bool = False,
     trip_limit: int = 1 << 20,
+    bounds: "Mapping[str, int | str | Sequence[int]] | None" = None,
     print_passes: bool = False,
     refittable: bool = False,
     streams: str | int = "auto",
@@ -138,6 +139,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       the error. CPU target.
     - ``trip_limit``: the most trips of a loop whose number of trips the model leaves open; a call that needs more
       fails. CPU target.
+    - ``bounds``: the largest shapes of outputs whose sizes depend on values, ``{"boxes": (100, 4)}``; needed where
+      the model does not bound them. CPU target.
     - ``print_passes``: note each rewrite, with the calls of the graph before and after it; on the CPU target the
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
@@ -169,6 +172,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         max_error=max_error,
         approximate=approximate,
         trip_limit=trip_limit,
+        bounds=bounds or {},
         print_passes=print_passes,
         refittable=refittable,
         streams=streams,

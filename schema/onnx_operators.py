@@ -43,7 +43,6 @@ LEFT_OUT = {
     "its attribute is a type": "Optional",
     "gives sequences of sizes that it divides by without looking": "SplitToSequence",
     "a kernel reads what its inputs point to, unchecked": "MaxRoiPool",
-    "sizes depend on values, and no body of a loop needs it": "NonMaxSuppression Unique",
 }
 """Operators that no plan may have, by reason."""
 

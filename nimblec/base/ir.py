@@ -104,6 +104,14 @@ class FillWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CropWork:
+    """Output ``output`` of the graph cut to ``sizes``: int64 numbers, one for each of its dimensions."""
+
+    output: int
+    sizes: Access
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BodyCall:
     """A run of ``Graph.bodies[body]``.
 
@@ -133,7 +141,7 @@ class SwitchWork:
     calls: tuple[BodyCall, ...]
 
 
-Work: TypeAlias = KernelWork | CopyWork | FillWork | LoopWork | SwitchWork
+Work: TypeAlias = KernelWork | CopyWork | FillWork | CropWork | LoopWork | SwitchWork
 
 
 def calls_of(work: Work) -> tuple[BodyCall, ...]:
@@ -148,7 +156,7 @@ def calls_of(work: Work) -> tuple[BodyCall, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One kernel launch, copy or fill, a loop or a branch.
+    """One kernel launch, copy, fill or crop, a loop or a branch.
 
     The accesses of a loop or branch are those of its bodies outside of their own memory. ``programmatic_after`` is the
     task (a lower index) from which this one was captured with a programmatic edge: it may start before the preceding

@@ -63,6 +63,7 @@ class Options:
     plan has a program for each of their `profiles`.
     ``pad_masks`` are inputs that are 0 where others are padded, and so mask what is there.
     An integer input with an example is drawn from the example's range in later golden checks.
+    ``bounds`` are the largest shapes of outputs whose sizes depend on values (CPU target).
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
     the plans of model files (None: nowhere); by default both are in the user's cache folder.
@@ -91,6 +92,7 @@ class Options:
     max_error: float | None = None
     approximate: bool = False
     trip_limit: int = 1 << 20
+    bounds: tuple[tuple[str, tuple[int, ...]], ...] = ()
     print_passes: bool = False
     refittable: bool = False
     streams: str = "auto"
@@ -193,6 +195,14 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
         raise ArgumentError(f"{first}..{last}, expected a range such as 1..16")
     between = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
     return (first, *(power for power in between if power < last), last)
+
+
+def read_shape(value: Any) -> tuple[int, ...]:
+    """Return a shape without names: (64, 3), 64 or "64x3"."""
+    shape = _shape((value,) if is_integer(value) else value)
+    if named := [size for size in shape if isinstance(size, str)]:
+        raise ArgumentError(f"{shortened(named[0])}, expected a size")
+    return tuple(size for size in shape if isinstance(size, int))
 
 
 def read_streams(value: int | str) -> str:
@@ -303,6 +313,10 @@ def _read_names(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _read_bounds(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, read_shape(shape)) for name, shape in _named(value))
+
+
 def _read_constants(value: Any) -> tuple[tuple[str, np.ndarray], ...]:
     return tuple((name, _constant(name, constant)) for name, constant in _named(value))
 
@@ -408,6 +422,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "max_error": _or_none(_read_error),
     "approximate": _one_of(False, True),
     "trip_limit": _read_trips,
+    "bounds": _read_bounds,
     "print_passes": _one_of(False, True),
     "refittable": _one_of(False, True),
     "streams": read_streams,

@@ -14,6 +14,7 @@ from nimblec.base.errors import ArgumentError
 from nimblec.base.options import (
     read_nbytes,
     read_numbers,
+    read_shape,
     read_size,
     read_sizes,
     read_spec,
@@ -62,6 +63,13 @@ def _read_named_size(value: str) -> tuple[str, int]:
     return name, read_size(size)
 
 
+def _read_named_shape(value: str) -> tuple[str, tuple[int, ...]]:
+    name, _, shape = value.rpartition("=")
+    if not name:
+        raise ArgumentError(f"{shortened(value)} is not NAME=SHAPE, such as boxes=100x4")
+    return name, read_shape(shape)
+
+
 def _read_named_file(value: str) -> tuple[str, Path]:
     name, _, file = value.partition("=")
     if not name or not file:
@@ -82,6 +90,7 @@ NBYTES = Parsed("BYTES", read_nbytes)
 PROCESSORS = Parsed("N|P,P", _read_processors)
 NAMED_SIZES = Parsed("NAME=SIZES", _read_named_sizes)
 NAMED_SIZE = Parsed("NAME=SIZE", _read_named_size)
+NAMED_SHAPE = Parsed("NAME=SHAPE", _read_named_shape)
 NAMED_FILE = Parsed("NAME=FILE.npy", _read_named_file)
 CONSTANT = Parsed("NAME=VALUE", _read_constant)
 

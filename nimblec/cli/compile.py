@@ -116,6 +116,14 @@ from nimblert.plan.records import DEFAULT_LIMITS
     "fails.",
 )
 @click.option(
+    "--bound",
+    "bounds",
+    type=arguments.NAMED_SHAPE,
+    multiple=True,
+    help="CPU target. The largest shape of an output whose size depends on values: boxes=100x4. Needed where the model "
+    "does not bound it. Repeatable.",
+)
+@click.option(
     "--print-passes",
     is_flag=True,
     help="Note each rewrite of -O1 and -O2, with the calls of the graph before and after it; on the CPU target the "

@@ -159,7 +159,8 @@ def _tensors(program: Json) -> Table:
     made = table(f"Program {program['name']!r}: inputs and outputs", "", "name", "type", "place")
     for role in ("inputs", "outputs"):
         for tensor in program[role]:
-            made.add_row(role[:-1], tensor["name"], shape_text(tensor["dtype"], tensor["shape"]), tensor["place"])
+            shape = shape_text(tensor["dtype"], tensor["shape"]) + " at most" * tensor.get("is_bound", False)
+            made.add_row(role[:-1], tensor["name"], shape, tensor["place"])
     return made
 
 

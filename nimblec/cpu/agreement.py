@@ -213,13 +213,11 @@ class _Comparison:
         if gaps.max(initial=0.0) <= least:
             return True
         changes = [
-            np.max(
-                [np.zeros(gaps.shape), *(_OF_MOVES * _gaps(run.outputs[position], o[position]) for o in moved)], axis=0
-            )
+            _changes(run.outputs[position], [outputs[position] for outputs in moved])
             for run, moved in zip(self._runs, self._moved, strict=True)
         ]
         moves = changes[index] > least
-        largest = max(changes[index].max(), np.median([change.max() for change in changes]))
+        largest = max(changes[index].max(), np.median([change.max(initial=0.0) for change in changes]))
         return bool(gaps.max() <= largest and ((gaps > least) & ~moves).sum() * _OF_MOVES <= moves.sum())
 
     @cached_property
@@ -234,6 +232,12 @@ class _Comparison:
                 if not isinstance(result, str):
                     outputs.append(result)
         return found
+
+
+def _changes(output: np.ndarray, moved: Sequence[np.ndarray]) -> np.ndarray:
+    """Return how far small changes may move each element; of no use are those that change how many there are."""
+    gaps = (_OF_MOVES * _gaps(output, other) for other in (output, *moved) if other.shape == output.shape)
+    return np.asarray(np.max([*gaps], axis=0))
 
 
 def _gaps(wanted: np.ndarray, got: np.ndarray) -> np.ndarray:

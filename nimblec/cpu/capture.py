@@ -15,6 +15,7 @@ from types import MappingProxyType
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from nimblec.base import places
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.ir import (
     Access,
@@ -23,6 +24,7 @@ from nimblec.base.ir import (
     Buffer,
     BufferKind,
     CopyWork,
+    CropWork,
     FillWork,
     Graph,
     KernelWork,
@@ -41,6 +43,7 @@ from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.reference import ReferenceModel
+from nimblec.cpu.regions import REGION, find_regions
 from nimblec.cpu.sources import sources_of
 from nimblec.cpu.state import place_state
 from nimblec.cpu.unchanged import unchanged
@@ -49,6 +52,7 @@ from nimblec.onnx_import import model_file, model_nodes, model_shapes
 from nimblec.onnx_import.input_arrays import check_examples, make_constant
 from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import Kernel, Module, ParameterKind, Profile
+from nimblert.plan.dimensions import Shape
 
 _RANDOM = frozenset(
     {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
@@ -111,7 +115,7 @@ def capture_model(model: ReferenceModel, optimized: OptimizedModel, weights: Col
     held = unchanged(model.proto, model.folder, optimized)
     kept = held if weights is None else held.intersection(weights)
     sources = sources_of(model.proto, optimized.proto.graph.node)
-    graph = graph_of(optimized, model.ranges, model.state, kept, sources, trip_limit=model.trip_limit)
+    graph = graph_of(optimized, model.ranges, model.state, kept, sources, model.trip_limit, model.bounds)
     replaceable = {name for name, _ in graph.weights}
     return replace(graph, folded=frozenset(tensor.name for tensor in model.proto.graph.initializer) - replaceable)
 
@@ -123,14 +127,16 @@ def graph_of(
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
     trip_limit: int = 1 << 20,
+    bounds: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Graph:
     """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.
 
     ``sources`` are the sources of nodes by their first output; without them a node's source is its name.
+    ``trip_limit`` and ``bounds`` are those of `ReferenceModel`.
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
     refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
-    builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, trip_limit)
+    builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, trip_limit, bounds)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, sample_ranges.get(tensor.name))
     return builder.graph()
@@ -194,6 +200,7 @@ class _Builder:
         state: Sequence[ModelState | control.Slot],
         sources: Mapping[str, str],
         trip_limit: int,
+        bounds: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
         self._trip_limit = trip_limit
         self._optimized = optimized
@@ -202,18 +209,24 @@ class _Builder:
         self._sources = sources
         self._header = kernels.header(model)
         self._arrays = dict(optimized.arrays)
-        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        self._types = values.infer(optimized, model_file.inputs(model), sample_ranges)
         kept = {tensor.output for tensor in state}
-        self._returned = [value.name for value in model.graph.output if value.name not in kept]
+        self._outputs = [value.name for value in model.graph.output if value.name not in kept]
+        found = values.infer(optimized, model_file.inputs(model), sample_ranges)
+        if resized := next((tensor for tensor in state if tensor.output in found.unsized), None):
+            raise UnsupportedModelError(f"state {resized.name!r}: its size after a run depends on values")
+        self._regions = find_regions(optimized, found, self._outputs, bounds)
+        self._constants, (self._types, self._unsized) = self._regions.constants, self._regions.values
+        cropped = self._regions.cropped
+        self._returned = [cropped[name].padded if name in cropped else name for name in self._outputs]
         self._state = {tensor.input: tensor for tensor in state}
         copied = [s for s in state if isinstance(s, control.Slot) and s.is_read and s.type.nbytes < _COPIED_NBYTES]
         placed = [s for s in state if s not in copied]
         returned = (*self._returned, *(s.output for s in copied))
-        self._reads = Counter(name for node in model.graph.node for name in model_nodes.read_names(node))
-        self._controls = dict(self._programs(model.graph.node))
+        nodes = self._regions.nodes
+        self._reads = Counter(name for node in nodes for name in model_nodes.read_names(node))
+        self._controls = dict(self._programs(nodes))
         self._handed = dict(pair for found in self._controls.values() for pair in self._carried(found))
-        self._placement = place_state(model.graph.node, placed, self._types, returned, self._handed)
+        self._placement = place_state(nodes, placed, self._types, returned, self._handed)
         self._copies = (*self._placement.copies, *((s.output, s.input) for s in copied))
         self._buffers: list[Buffer] = []
         self._buffer_of: dict[str, int] = {}
@@ -250,7 +263,8 @@ class _Builder:
             self._add_control(node, found)
 
     def _add_kernel(self, node: NodeProto) -> None:
-        built = kernels.build(node, self._types, self._constants, self._header)
+        nodes = self._regions.members[node.output[0]] if node.domain == REGION else [node]
+        built = kernels.build(nodes, self._types, self._constants, self._header, self._unsized)
         for name in filter(None, node.output):
             if name in self._placement.places:
                 self._buffer_of[name] = self._buffer(self._placement.places[name])
@@ -261,10 +275,14 @@ class _Builder:
         operands = [self._buffer(name) for name in built.values]
         accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
         roles = [parameter.kind for parameter in built.parameters]
-        self._add_op(built.symbol, node)
+        ops = [Op(name=kernels.symbol(member), source=self._source(member)) for member in nodes]
+        if len(nodes) > 1:
+            ops.insert(0, Op(name=built.symbol, source=places.joined(op.source for op in ops)))
+        self._ops += ops
         self._tasks.append(
             Task(
-                op=len(self._ops) - 1,
+                op=len(self._ops) - len(ops),
+                joined=len(ops) - 1,
                 work=KernelWork(
                     kernel=self._kernels.setdefault(kernel, len(self._kernels)),
                     params=bytes(kernel.params_nbytes),
@@ -284,6 +302,14 @@ class _Builder:
     def _source(self, node: NodeProto) -> str:
         return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
 
+    def _add_crop(self, output: int, name: str) -> None:
+        """The task that cuts an output of unknown size."""
+        value = self._regions.cropped[name].sizes
+        sizes = Access(buffer=self._buffer(value), offset=0, nbytes=self._types[value].nbytes)
+        self._add_op("crop", next(node for node in self._model.graph.node if name in node.output))
+        work = CropWork(output=output, sizes=sizes)
+        self._tasks.append(Task(op=len(self._ops) - 1, work=work, reads=(sizes,), writes=()))
+
     def _add_result(self, name: str, tensor_type: TensorType) -> int:
         """Return a new buffer for a value of the graph."""
         kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
@@ -293,7 +319,7 @@ class _Builder:
     def _programs(self, nodes: Iterable[NodeProto]) -> Iterator[tuple[str, "_Control"]]:
         """Yield the control-flow nodes whose bodies can be programs, by their first output."""
         for node in nodes:
-            if node.op_type in control.CONTROL and not node.domain:
+            if node.op_type in control.CONTROL and not node.domain and self._unsized.keys().isdisjoint(node.output):
                 with suppress(UnsupportedModelError):  # ONNX Runtime runs the node
                     yield model_nodes.first_output(node), self._control(node)
 
@@ -410,7 +436,13 @@ class _Builder:
             source = saved[value] if value in saved else self._buffer(value)
             self._copy_to(self._buffer(state), source, self._state[state].name)
         self._buffer_of |= saved
-        outputs = tuple(self._view(name, self._type(name)) for name in self._returned)
+        for index, name in enumerate(self._outputs):
+            if name in self._regions.cropped:
+                self._add_crop(index, name)
+        outputs = tuple(
+            replace(self._view(value, self._type(value)), name=name)
+            for name, value in zip(self._outputs, self._returned, strict=True)
+        )
         return Graph(
             modules=tuple(self._modules),
             kernels=tuple(self._kernels),

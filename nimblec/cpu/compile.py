@@ -153,6 +153,9 @@ def _read(
         )
     else:
         proto = capture.read(path)
+    outputs = [value.name for value in proto.graph.output]
+    if unknown := next((name for name, _ in options.bounds if name not in outputs), None):
+        raise CompileError(f"--bound {unknown}: is not one of the model's outputs {outputs}")
     state, ranges, examples = ((), {}, {}) if exported is None else (exported.state, exported.ranges, exported.examples)
     return ReferenceModel(
         entry=entry,
@@ -163,6 +166,7 @@ def _read(
         ranges={**ranges, **_sample_ranges(options)},
         examples={**examples, **dict(options.examples)},
         trip_limit=options.trip_limit,
+        bounds=dict(options.bounds),
     )
 
 
@@ -210,7 +214,12 @@ def _refittable_graph(agreed: Agreed[Graph], made: Refittable) -> Graph:
     source = agreed.source
     sources = sources_of(source.proto, made.optimized.proto.graph.node)
     return capture.graph_of(
-        made.optimized, source.ranges, source.state, sources=sources, trip_limit=source.trip_limit
+        made.optimized,
+        source.ranges,
+        source.state,
+        sources=sources,
+        trip_limit=source.trip_limit,
+        bounds=source.bounds,
     )
 
 

@@ -1,4 +1,4 @@
-"""One node of an optimised model as a model of its own: a module and a kernel of the plan.
+"""One node of an optimised model, or those of a region, as a model of its own: a module and a kernel of the plan.
 
 Names are canonical (i0, i1 ... o0, o1 ...), so that equal nodes give equal bytes and are stored once.
 Small constants (shapes, axes and scalars, which shape inference reads) are part of the model; larger
@@ -7,6 +7,7 @@ ones are initializers without data, whose memory the runtime binds when it opens
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from onnx import (
     AttributeProto,
@@ -27,7 +28,7 @@ from nimblec.onnx_import import model_file, model_nodes
 from nimblert.check import onnx_rules
 from nimblert.check.onnx_rules import NCHWC_DOMAIN, ORIGIN
 from nimblert.check.protobuf import Budget
-from nimblert.cpu.onnx_session import nchwc_block_size
+from nimblert.cpu.onnx_session import LABEL, nchwc_block_size
 from nimblert.plan import Kernel, Module, Parameter, ParameterKind
 from nimblert.plan.records import DEFAULT_LIMITS
 
@@ -55,11 +56,14 @@ class NodeKernel:
     parameters: tuple[Parameter, ...]
     values: tuple[str, ...]
 
-    def check(self, node: NodeProto) -> None:
-        """Raise UnsupportedModelError, naming ``node``, where the runtime would refuse the code."""
+    def check(self, nodes: Sequence[NodeProto]) -> None:
+        """Raise UnsupportedModelError, naming one of ``nodes``, where the runtime would refuse the code."""
         kernel = Kernel(module=0, symbol=self.symbol, parameters=self.parameters)
         for problem in onnx_rules.problems(kernel, self.module, Budget(DEFAULT_LIMITS.model_fields)):
+            node = next((node for node in nodes if problem.startswith(f"{node.op_type}:")), nodes[0])
             advice = _WITHOUT_BODIES.get(node.op_type, "") if problem.endswith(onnx_rules.IN_A_BODY) else ""
+            if problem.endswith(onnx_rules.UNSIZED):
+                advice = ": cut the model before it"
             raise UnsupportedModelError(
                 f"node {model_nodes.node_name(node)!r} ({node.op_type}): no plan for the CPU can hold it: "
                 f"{problem}{advice}"
@@ -87,22 +91,38 @@ def symbol(node: NodeProto) -> str:
 
 
 def build(
-    node: NodeProto, types: Mapping[str, TensorType], constants: Mapping[str, TensorProto], header: Header
+    nodes: Sequence[NodeProto],
+    types: Mapping[str, TensorType],
+    constants: Mapping[str, TensorProto],
+    header: Header,
+    unsized: Mapping[str, str] = MappingProxyType({}),
 ) -> NodeKernel:
-    """Return the kernel of one node. ``types`` has every value, ``constants`` every initializer.
+    """Return the kernel of one node, or of the nodes of a region, in a topological order.
 
-    Raises UnsupportedModelError where the runtime would refuse to load it.
+    ``types`` has every value with a place in the plan, ``constants`` every initializer, and ``unsized`` the dtypes of
+    the other values, "" for one that is no tensor. Raises UnsupportedModelError where the runtime would refuse to load
+    the kernel.
     """
-    reads = tuple(dict.fromkeys(name for name in (*node.input, *_captured(node)) if name))
-    writes = tuple(name for name in node.output if name)
-    names = _canonical_names(node, reads, writes)
+    made = [name for node in nodes for name in node.output if name]
+    used = (name for node in nodes for name in (*node.input, *_captured(node)))
+    reads = tuple(dict.fromkeys(name for name in used if name and name not in made))
+    writes = tuple(name for name in made if name not in unsized)
+    inner = tuple(name for name in made if name in unsized)
+    names = _canonical_names(nodes, reads, writes, inner)
 
     model = ModelProto(ir_version=header.ir_version)
     model.functions.extend(header.functions)
-    for domain in sorted(_domains(node, header)):
+    for domain in sorted(set[str]().union(*(_domains(node, header) for node in nodes))):
         model.opset_import.append(OperatorSetIdProto(domain=domain, version=header.opsets[domain]))
     model.graph.name = "kernel"
-    model.graph.node.append(_canonical_node(node, names))
+    for number, node in enumerate(nodes):
+        model.graph.node.append(_canonical_node(node, names))
+        if len(nodes) > 1:
+            model.graph.node[number].name = f"{LABEL}{number}"
+    for name in inner:
+        value = model.graph.value_info.add(name=names[name])
+        if unsized[name]:
+            value.type.tensor_type.elem_type = model_file.element_type(unsized[name])
 
     operands: list[tuple[ParameterKind, str, TensorType]] = []
     for name in reads:
@@ -111,7 +131,8 @@ def build(
             model.graph.input.append(value_info(names[name], types[name]))
         elif is_embedded(constants[name]):
             constant = _renamed(constants[name], names[name])
-            model.graph.initializer.append(_by_number(constant) if symbol(node) in _READ_BY_NUMBER else constant)
+            by_number = any(symbol(node) in _READ_BY_NUMBER for node in nodes)
+            model.graph.initializer.append(_by_number(constant) if by_number else constant)
         else:
             operands.append((ParameterKind.INITIALIZER, name, type_of(constants[name])))
             model.graph.initializer.append(external(names[name], type_of(constants[name])))
@@ -119,15 +140,17 @@ def build(
         operands.append((ParameterKind.OUTPUT, name, types[name]))
         model.graph.output.append(value_info(names[name], types[name]))
     built = NodeKernel(
-        module=Module(origin=origin([node.domain]), code=memoryview(model.SerializeToString(deterministic=True))),
-        symbol=symbol(node),
+        module=Module(
+            origin=origin(node.domain for node in nodes), code=memoryview(model.SerializeToString(deterministic=True))
+        ),
+        symbol=symbol(nodes[0]) if len(nodes) == 1 else onnx_rules.symbol(nodes),
         parameters=tuple(
             _parameter(position, kind, names[value], tensor_type)
             for position, (kind, value, tensor_type) in enumerate(operands)
         ),
         values=tuple(value for _, value, _ in operands),
     )
-    built.check(node)
+    built.check(nodes)
     return built
 
 
@@ -161,11 +184,14 @@ def free_names(graph: GraphProto) -> Iterator[str]:
             yield value.name
 
 
-def _canonical_names(node: NodeProto, reads: Sequence[str], writes: Sequence[str]) -> dict[str, str]:
+def _canonical_names(
+    nodes: Sequence[NodeProto], reads: Sequence[str], writes: Sequence[str], inner: Sequence[str]
+) -> dict[str, str]:
     """New names of the values; the old ones if a subgraph captures values by name."""
-    if model_nodes.subgraphs(node):
-        return {name: name for name in (*reads, *writes)}
-    return {name: f"i{i}" for i, name in enumerate(reads)} | {name: f"o{i}" for i, name in enumerate(writes)}
+    if any(map(model_nodes.subgraphs, nodes)):
+        return {name: name for name in (*reads, *writes, *inner)}
+    sides = (("i", reads), ("o", writes), ("t", inner))
+    return {name: f"{letter}{i}" for letter, side in sides for i, name in enumerate(side)}
 
 
 def canonical(node: NodeProto) -> NodeProto:

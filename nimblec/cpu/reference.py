@@ -19,6 +19,7 @@ from nimblec.onnx_import.model_file import ModelTensor
 from nimblert import golden
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.plan import Profile
+from nimblert.plan.dimensions import Shape
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -35,7 +36,8 @@ class ReferenceModel:
     """The model of a program; it has static shapes. ``folder`` has its external data.
 
     ``ranges`` bound the random integers drawn for inputs, by name. ``examples`` are arrays for some of them.
-    ``trip_limit`` is the most trips of a loop whose number of trips the model leaves open.
+    ``trip_limit`` is the most trips of a loop whose number of trips the model leaves open, ``bounds`` are the largest
+    shapes of outputs whose sizes depend on values.
     """
 
     entry: str
@@ -46,6 +48,7 @@ class ReferenceModel:
     ranges: Ranges = field(default_factory=dict)
     examples: Arrays = field(default_factory=dict)
     trip_limit: int = 1 << 20
+    bounds: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[ModelTensor]:

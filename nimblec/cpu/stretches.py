@@ -111,7 +111,7 @@ class Joiner:
         model = self._models[module]
         assert model.graph is not None
         has_body = any(attribute.g is not None for node in model.graph.node for attribute in node.attribute)
-        if has_body or division.operands(model.graph, kernel.parameters) is not None:
+        if has_body or len(model.graph.node) > 1 or division.operands(model.graph, kernel.parameters) is not None:
             return None
         buffers = {reference.param_offset: reference.buffer for reference in work.references}
         operands = tuple((parameter, buffers[parameter.offset]) for parameter in kernel.parameters)
@@ -332,7 +332,7 @@ class _JoinedGraph:
             module = self._graph.modules[kernel.module]
             work = replace(work, kernel=self._number(module, kernel.symbol, kernel.parameters))
         self._tasks.append(replace(task, op=len(self._ops), work=work))
-        self._ops.append(self._graph.ops[task.op])
+        self._ops += self._graph.ops[task.op : task.op + 1 + task.joined]
 
     def add_stretch(self, tasks: Sequence[int], kernel: _Kernel) -> None:
         """Add a task that runs several."""

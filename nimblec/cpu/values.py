@@ -1,13 +1,15 @@
 """Dtype and static shape of every value of an optimised model.
 
 ONNX Runtime infers them when it loads the model. Where it cannot (its own operators without
-shape inference, loops), the model is run on two sets of inputs and the shapes are observed; sizes
-that depend on values are refused, since a plan's memory is laid out before it runs.
+shape inference, loops), the model is run on two sets of inputs and the shapes are observed. Values
+whose sizes depend on values, sequences and optionals have no place in a plan's memory, which is laid
+out before it runs: `nimblec.cpu.regions` makes kernels that keep them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -34,17 +36,25 @@ _MOST_NBYTES = 1 << 47
 _TYPE_NAMES = {"float": "float32", "double": "float64"}
 
 
-def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> dict[str, TensorType]:
-    """Return the type of every node output of the main graph, and of its inputs, by name.
+class Values(NamedTuple):
+    """The ``types`` of the values of the main graph by name, its inputs included.
 
-    ``ranges`` bound the integers of inputs where the model has to run.
+    ``unsized`` are the other values: tensors whose shape is not known before a run, each with its dtype, and sequences
+    and optionals, with "".
     """
+
+    types: dict[str, TensorType]
+    unsized: dict[str, str]
+
+
+def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> Values:
+    """Return the values of a model. ``ranges`` bound the integers of inputs where the model has to run."""
     model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=static_shape(tensor)) for tensor in inputs}
     check_sizes(types)
     makers = {name: node for node in model.graph.node for name in node.output if name}
     if not makers:
-        return types
+        return Values(types, {})
     exposed = with_outputs(model, makers).SerializeToString()
     try:
         described, _ = ort_process.run(exposed, folder=str(optimized.folder))
@@ -53,20 +63,37 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Rang
     dtypes = {name: _dtype(name, kind, makers[name]) for name, kind, _ in described}
     shapes = {name: tuple(shape) for name, _, shape in described if _is_known(shape)}
     if len(shapes) < len(makers):
-        shapes |= {name: () for name in _scalars(model) if name in makers}
-    unknown = [name for name in makers if name not in shapes]
+        shapes = {name: shape for name, shape in _inferred_by_onnx(model).items() if name in makers} | shapes
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    for name in unknown:
-        if _is_sized_by_value(makers[name], opset, shapes, makers, types) or _counts_steps(
-            makers[name], name, constants
-        ):
-            raise _sized_by_value(makers[name], name)
+
+    def unsized_but(observed: Collection[str]) -> dict[str, str]:
+        """Return the unsized values, where these were observed to have one size."""
+        found: dict[str, str] = {}
+        for name, node in makers.items():
+            # Two runs may agree by chance in the size of a value that is made of one of unknown size.
+            if not dtypes[name] or (
+                name not in shapes
+                and (
+                    name not in observed
+                    or not found.keys().isdisjoint(model_nodes.read_names(node))
+                    or _is_sized_by_value(node, opset, shapes, makers, types, found)
+                    or _counts_steps(node, name, constants)
+                )
+            ):
+                found[name] = dtypes[name]
+        return found
+
+    unsized = unsized_but(makers)
+    unknown = [name for name in makers if name not in shapes and name not in unsized]
     if unknown:
-        shapes |= _observe(exposed, optimized.folder, [_draw(inputs, ranges, n) for n in range(2)], unknown, makers)
-    types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers}
+        feeds = [_draw(inputs, ranges, n) for n in range(2)]
+        observed = _observe(exposed, optimized.folder, feeds, unknown, makers)
+        unsized = unsized_but(observed)
+        shapes |= observed
+    types |= {name: TensorType(dtype=dtypes[name], shape=shapes[name]) for name in makers if name not in unsized}
     check_sizes(types)
-    return types
+    return Values(types, unsized)
 
 
 def check_sizes(types: Mapping[str, TensorType]) -> None:
@@ -89,12 +116,24 @@ def _is_known(shape: Sequence[object]) -> bool:
     return bool(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
 
 
-def _scalars(model: ModelProto) -> set[str]:
-    """Return the values that ONNX's own shape inference finds to have no dimensions."""
-    inferred = model_shapes.infer_shapes(model)
+def _inferred_by_onnx(model: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that ONNX's own inference finds: also of scalars, and of what is taken out of sequences.
+
+    Of outputs, the model may declare that they are scalars.
+    """
+    undeclared = ModelProto()
+    undeclared.CopyFrom(model)
+    for value in (*undeclared.graph.value_info, *undeclared.graph.output):
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.ClearField("shape")
+    inferred = model_shapes.infer_shapes(undeclared)
     values = (*inferred.graph.value_info, *inferred.graph.output)
     tensors = {value.name: value.type.tensor_type for value in values}
-    return {name for name, tensor in tensors.items() if tensor.HasField("shape") and not tensor.shape.dim}
+    return {
+        name: tuple(dim.dim_value for dim in tensor.shape.dim)
+        for name, tensor in tensors.items()
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+    }
 
 
 def _is_sized_by_value(
@@ -103,6 +142,7 @@ def _is_sized_by_value(
     shapes: Mapping[str, object],
     makers: Mapping[str, NodeProto],
     given: Collection[str],
+    unsized: Collection[str],
 ) -> bool:
     """Return whether an output's size is unknown because it depends on values.
 
@@ -114,7 +154,7 @@ def _is_sized_by_value(
     if not _has_rule(node, opset) or not all(name in shapes or name not in makers for name in node.input):
         return False
     sizing = node.input if node.op_type in _SIZED_BY_ALL else node.input[_FIRST_SIZE.get(node.op_type, 1) :]
-    return not all(_is_shape_arithmetic(name, makers, given) for name in sizing)
+    return not all(_is_shape_arithmetic(name, makers, given, unsized) for name in sizing)
 
 
 _SIZED_BY_ALL = frozenset({"ConstantOfShape", "Range"})
@@ -122,15 +162,17 @@ _FIRST_SIZE = {"MaxUnpool": 2}
 """The first operand whose values may be sizes: for most operators it is the second."""
 
 
-def _is_shape_arithmetic(name: str, makers: Mapping[str, NodeProto], given: Collection[str]) -> bool:
-    """Return whether a value follows from constants and shapes of other values; ``given`` are the model's inputs."""
+def _is_shape_arithmetic(
+    name: str, makers: Mapping[str, NodeProto], given: Collection[str], unsized: Collection[str]
+) -> bool:
+    """Return whether a value follows from constants and shapes of sized values; ``given`` are the model's inputs."""
     waiting, seen = [name], {name}
     while waiting:
         value = waiting.pop()
         node = makers.get(value)
-        if value in given or (node is not None and model_nodes.subgraphs(node)):
+        if value in given or value in unsized or (node is not None and model_nodes.subgraphs(node)):
             return False
-        if node is None or node.op_type in SHAPE_ARITHMETIC:
+        if node is None or (node.op_type in SHAPE_ARITHMETIC and node.input[0] not in unsized):
             continue
         waiting += [read for read in node.input if read not in seen]
         seen.update(node.input)
@@ -185,7 +227,16 @@ def _read_names(graph: GraphProto) -> set[str]:
 
 
 def _dtype(value: str, kind: str, node: NodeProto) -> str:
-    """Return the plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"."""
+    """Return the plan's name of a dtype: "float32" for ONNX Runtime's "tensor(float)"; "" for sequences and optionals.
+
+    Raises UnsupportedModelError for a type whose elements no plan can hold.
+    """
+    wrapped = kind
+    while wrapped.startswith(("seq(", "optional(")):
+        wrapped = wrapped.partition("(")[2].removesuffix(")")
+    if wrapped != kind:
+        _dtype(value, wrapped, node)
+        return ""
     inner = kind.removeprefix("tensor(").removesuffix(")")
     name = _TYPE_NAMES.get(inner, inner)
     if not kind.startswith("tensor(") or name not in ITEM_NBYTES:
@@ -205,7 +256,7 @@ def static_shape(tensor: ModelTensor) -> tuple[int, ...]:
 def _observe(
     model: bytes, folder: Path, feeds: Sequence[Feed], names: Sequence[str], makers: Mapping[str, NodeProto]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes that two runs on different inputs agree on."""
+    """Return the shapes that two runs on different inputs agree on, by name."""
     _, results = ort_process.run(model, folder=str(folder), names=names, feeds=feeds)
     seen: list[list[list[int]]] = []
     for result in results:
@@ -216,10 +267,7 @@ def _observe(
                 f"before a run, and a run on random inputs failed: {result}"
             )
         seen.append([shape or [] for shape, _ in result])
-    for name, first, second in zip(names, *seen, strict=True):
-        if first != second:
-            raise _sized_by_value(makers[name], name)
-    return {name: tuple(shape) for name, shape in zip(names, seen[0], strict=True)}
+    return {name: tuple(first) for name, first, second in zip(names, *seen, strict=True) if first == second}
 
 
 def _draw(inputs: Sequence[ModelTensor], ranges: Ranges, seed: int) -> Feed:
@@ -235,10 +283,3 @@ def _draw(inputs: Sequence[ModelTensor], ranges: Ranges, seed: int) -> Feed:
         values = np.full(shape, ends[seed]) if dtype.kind in "biu" else random.standard_normal(shape)
         drawn[tensor.name] = np.asarray(values).astype(dtype)
     return drawn
-
-
-def _sized_by_value(node: NodeProto, value: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"node {model_nodes.node_name(node)!r} ({node.op_type}): the size of output {value!r} depends on values, and a "
-        f"plan's sizes are fixed; cut the model before it"
-    )

@@ -34,6 +34,11 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
             "--approximate: only CPU plans have it: leave it out, or compile for --target cpu; --precision fp16 and "
             "bf16 trade accuracy for speed on a GPU"
         )
+    if options.bounds:
+        raise CompileError(
+            f"--bound {options.bounds[0][0]}: only CPU plans have outputs whose sizes depend on values: compile for "
+            "--target cpu"
+        )
     sys_path = tuple(path for path in sys.path if path)
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:

@@ -11,6 +11,7 @@ from nimblert.plan import (
     ITEM_NBYTES,
     Access,
     Command,
+    Crop,
     Device,
     Fit,
     Launch,
@@ -166,6 +167,7 @@ def _tensor(tensor: Tensor) -> Json:
 
 def _program(plan: Plan, program: Program) -> Json:
     golden = program.golden
+    cropped = {work.output for _, work in program.work if isinstance(work, Crop)}
     return {
         "name": program.name,
         "entry": program.entry,
@@ -173,7 +175,7 @@ def _program(plan: Plan, program: Program) -> Json:
         "fits": _fits(program),
         "role": program.role.name.lower(),
         "inputs": [_tensor(tensor) for tensor in program.inputs],
-        "outputs": [_tensor(tensor) for tensor in program.outputs],
+        "outputs": [{**_tensor(t), "is_bound": i in cropped} for i, t in enumerate(program.outputs)],
         "streams": program.stream_count,
         "events": program.event_count,
         "ops": len({part.op for _, work in program.work for part in parts_of(plan, work)}),

@@ -67,14 +67,15 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
     if len(graph.node) == 1:
         reads = [access.pointer.region for access in launch.reads]
         return [Part(op=launch.op, reads_values=not _VALUES.isdisjoint(reads), results=tuple(bound.values()))]
+    values |= {name for node in graph.node for name in node.output}
     for name, dtype, shape in map(declared, graph.value_info):
-        nbytes = prod(shape or ()) * ITEM_NBYTES[dtype or ""]
-        bound[name or ""] = NodeResult(nbytes=nbytes, dtype=dtype or "", name=name or "")
+        if name and dtype and shape is not None:
+            bound[name] = NodeResult(nbytes=prod(shape) * ITEM_NBYTES[dtype], dtype=dtype, name=name)
     return [
         Part(
             op=launch.op + 1 + number,
-            reads_values=not (values | bound.keys()).isdisjoint(node.input),
-            results=tuple(bound[name] for name in node.output if name),
+            reads_values=not values.isdisjoint(node.input),
+            results=tuple(bound[name] for name in node.output if name in bound),
         )
         for number, node in enumerate(graph.node)
     ]

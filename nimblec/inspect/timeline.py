@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nimblert.cuda.graph import Edge, edges
-from nimblert.plan import Command, Launch, Memcpy, Memset, Program, Record, Switch, Wait, While, Work
+from nimblert.plan import Command, Crop, Launch, Memcpy, Memset, Program, Record, Switch, Wait, While, Work
 
 UNIT_NS = 1000
 """The duration of every command if none was measured."""
@@ -94,6 +94,8 @@ def kind(program: Program, work: Work) -> str:
             return "copy"
         case Memset():
             return "fill"
+        case Crop():
+            return "crop"
         case Launch() | While() | Switch():
             name = program.ops[work.op].name
             parts = name.split(".")

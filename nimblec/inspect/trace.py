@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nimblec.inspect.inspection import Json, pointer_text
 from nimblec.inspect.timeline import Handover, Span, Timeline, kind, timeline
-from nimblert.plan import Dim3, Launch, Memcpy, Memset, Plan, Program, Switch, While
+from nimblert.plan import Crop, Dim3, Launch, Memcpy, Memset, Plan, Program, Switch, While
 
 
 def chrome_trace(plan: Plan) -> Json:
@@ -94,6 +94,8 @@ def _arguments(plan: Plan, program: Program, span: Span) -> Json:
         case Switch():
             bodies = ", ".join(plan.bodies[body].name for body in work.bodies)
             return {**shared, "index": pointer_text(work.index), "bodies": bodies}
+        case Crop():
+            return {**shared, "output": program.outputs[work.output].name, "sizes": pointer_text(work.sizes)}
 
 
 def _dim3(sizes: Dim3) -> str:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from nimblec.base.errors import CompileError
 from nimblec.padding.trials import Trial
 from nimblec.padding.values import Proof
-from nimblert.check.program_rules import writes_state
+from nimblert.check.program_rules import why_exact
 from nimblert.executable import Executable
 from nimblert.plan import Fit, Plan, Program
 from nimblert.plan.dimensions import Axes
@@ -86,7 +86,7 @@ def _common_fits(trial: Trial, programs: Sequence[Program], most: Mapping[str, F
 def _fits(trial: Trial, program: Program, most: Mapping[str, Fit]) -> dict[str, Fit]:
     """Return the calls that one program can serve, by dimension, and no more than ``most``."""
     sizes = dict(program.profile)
-    if trial.writes_state(program):
+    if trial.is_exact(program):
         return dict.fromkeys(sizes, Fit.EXACT)
     found = {name: trial.fit(program, name, most[name]) for name in sizes}
     padded: dict[str, int] = {}
@@ -103,8 +103,8 @@ def _fits(trial: Trial, program: Program, most: Mapping[str, Fit]) -> dict[str, 
 def _note(plan: Plan, programs: Sequence[Program], name: str, fit: Fit, proof: Proof) -> str:
     """What calls of other sizes get, and where they get nothing, why and what may help."""
     refused = "calls of other sizes than the plan's are refused, since"
-    if any(writes_state(plan.state, program) for program in programs):
-        return f"{refused} a run writes the state"
+    if why := next(filter(None, (why_exact(plan.state, program) for program in programs)), None):
+        return f"{refused} a run {why}"
     if fit is Fit.SPLIT:
         return "calls of sizes between are padded, larger ones split"
     if fit is Fit.PADDED:

@@ -26,9 +26,9 @@ class Trial:
         self._draws = {program.name: Draws(program, self._axes) for program in programs}
         self._target = executable.plan.target
 
-    def writes_state(self, program: Program) -> bool:
-        """Return whether a run writes the state, into which padding must not get."""
-        return program_rules.writes_state(self._executable.plan.state, program)
+    def is_exact(self, program: Program) -> bool:
+        """Return whether a run writes the state, into which padding must not get, or crops outputs itself."""
+        return bool(program_rules.why_exact(self._executable.plan.state, program))
 
     def fit(self, program: Program, name: str, most: Fit) -> Fit:
         """Return which calls with another size of one dimension a program serves, and no more than ``most``."""

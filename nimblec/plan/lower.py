@@ -10,6 +10,7 @@ from nimblec.schedule.lifetimes import used_buffers
 from nimblert.plan import (
     Access,
     Command,
+    Crop,
     Launch,
     Memcpy,
     Memset,
@@ -27,6 +28,7 @@ from nimblert.plan import (
     While,
 )
 from nimblert.plan import Work as CommandWork
+from nimblert.plan.pieces import SIZE_NBYTES
 
 _REGIONS = {
     ir.BufferKind.CONSTANT: Region.WEIGHTS,
@@ -267,6 +269,9 @@ def _work(
                 element_nbytes=element_nbytes,
                 count=count,
             )
+        case ir.CropWork(output=output, sizes=sizes):
+            at = locate(sizes.buffer, sizes.offset)
+            return Crop(**shared, output=output, sizes=at, rank=sizes.nbytes // SIZE_NBYTES)
         case ir.LoopWork() | ir.SwitchWork() as work:
             return _control_work(graph, work, scope, shared, task)
 

@@ -17,6 +17,7 @@ from nimblert.arrays.layouts import dense_strides
 from nimblert.plan import (
     Access,
     Command,
+    Crop,
     Launch,
     Memcpy,
     Memset,
@@ -115,7 +116,7 @@ def _moved(command: Command, move: Callable[[Pointer], Pointer]) -> Command:
             return replace(command, dst=move(command.dst), src=move(command.src))
         case Memset():
             return replace(command, dst=move(command.dst))
-        case Record() | Wait() | While() | Switch():
+        case Record() | Wait() | While() | Switch() | Crop():
             return command
 
 

@@ -20,6 +20,7 @@ from nimblec.plan import ownership
 from nimblec.plan.planning import Measured, Timer
 from nimblert.errors import NimbleError
 from nimblert.plan import (
+    Crop,
     Device,
     Kernel,
     Launch,
@@ -191,6 +192,8 @@ class CachedTimer:
             return "Memcpy", command.nbytes
         if isinstance(command, Memset):
             return "Memset", command.element_nbytes, command.count
+        if isinstance(command, Crop):
+            return "Crop", command.rank
         if isinstance(command, While | Switch):
             return type(command).__name__, *(self._keys(plan, plan.bodies[n]) for n in bodies_of(command))
         kernel = plan.kernels[command.kernel]

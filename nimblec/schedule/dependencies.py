@@ -12,6 +12,7 @@ from nimblec.base.ir import (
     Buffer,
     BufferKind,
     CopyWork,
+    CropWork,
     FillWork,
     Graph,
     KernelWork,
@@ -239,6 +240,8 @@ def _work(work: Work, name: Callable[[int], int]) -> Work:
             return replace(work, dst=_access(work.dst, name), src=_access(work.src, name))
         case FillWork():
             return replace(work, dst=_access(work.dst, name))
+        case CropWork():
+            return replace(work, sizes=_access(work.sizes, name))
         case LoopWork():
             return replace(work, condition=_access(work.condition, name), call=_call(work.call, name))
         case SwitchWork():

@@ -16,7 +16,7 @@ from nimblert.calls.binding import Bindings
 from nimblert.calls.entries import Entries, Entry, Signature
 from nimblert.calls.known import KnownCalls
 from nimblert.calls.lock import CallLock
-from nimblert.calls.outputs import check_parts, checked_out, run_parts
+from nimblert.calls.outputs import check_parts, checked_out, filled, run_parts
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work, listed
 from nimblert.telemetry import CommandTime, command_times
@@ -183,7 +183,7 @@ class _Runs(_Interface):
                     results = prepared.run(checked)
                 else:
                     results = prepared.run_into(checked, taken, reuse_outputs=reuse_outputs, stream=handle)
-        results |= {**bindings.outputs(), **out}
+            results |= filled({**bindings.outputs(), **out}, self._backends[self._last.name].sizes)
         return {tensor.name: results[tensor.name] for tensor in served.outputs}
 
     def _forget(self) -> None:

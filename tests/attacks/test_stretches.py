@@ -64,19 +64,20 @@ def cycle(model: ModelProto) -> None:
 
 def with_body(model: ModelProto) -> None:
     body = helper.make_graph([node("Neg", ["o0"], ["q"])], "body", [], [helper.make_tensor_value_info("q", 1, None)])
-    model.graph.node[2].op_type = "If"
+    model.graph.node[1].op_type = "If"
     branches = (helper.make_attribute(f"{which}_branch", body) for which in ("then", "else"))
-    model.graph.node[2].attribute.extend(branches)
+    model.graph.node[1].attribute.extend(branches)
 
 
+UNKNOWN = "Reshape: the declared shape of a value that it makes cannot be inferred"
 HOSTILE: list[tuple[Callable[[ModelProto], object], str]] = [
     (lambda m: m.graph.value_info.pop(), "its outputs and declared values are not those that its nodes compute"),
     (lambda m: m.graph.value_info.add(name="o9"), "its outputs and declared values are not those"),
     (lambda m: m.graph.value_info.append(m.graph.value_info[0]), "its outputs and declared values are not those"),
-    (lambda m: m.graph.value_info[0].ClearField("type"), "value 'o0' has no declared dtype and shape"),
-    (lambda m: declared(m, "o0").ClearField("shape"), "value 'o0' has no declared dtype and shape"),
-    (lambda m: declared(m, "o0").shape.dim[0].ClearField("dim_value"), "value 'o0' has no declared dtype and shape"),
-    (lambda m: setattr(declared(m, "o0"), "elem_type", TensorProto.STRING), "value 'o0' has no declared dtype"),
+    (lambda m: m.graph.value_info[0].ClearField("type"), UNKNOWN),
+    (lambda m: declared(m, "o0").ClearField("shape"), UNKNOWN),
+    (lambda m: declared(m, "o0").shape.dim[0].ClearField("dim_value"), UNKNOWN),
+    (lambda m: setattr(declared(m, "o0"), "elem_type", TensorProto.STRING), "value 'o0'.dtype: '' is not one that a plan"),
     (lambda m: resize(m, "o0", -4, 16), "value 'o0'.shape: .* has a negative dimension"),
     (lambda m: resize(m, "o0", 1 << 30, 1 << 30), "value 'o0'.shape: .* the limit is"),
     (lambda m: m.graph.node[1].output.__setitem__(0, "o0"), "declared values are not those"),
@@ -91,7 +92,7 @@ HOSTILE: list[tuple[Callable[[ModelProto], object], str]] = [
         lambda m: setattr(m.graph.node[3], "op_type", "Log"),
         "symbol: 'Tanh to Exp .4 ops.', its model calls 'Tanh to Log",
     ),
-    (with_body, "If: has a body, and is not the only node of its model"),
+    (with_body, "If: the declared shape of a value that it makes cannot be inferred"),
     (lambda m: m.opset_import.add(domain="com.microsoft", version=1), "imports operators of .*, its nodes are of"),
 ]
 
@@ -135,6 +136,8 @@ def test_verify_checks_each_node_with_declared_shapes(tmp_path: Path) -> None:
     assert list(verify.problems(plan)) == []
     changed = with_model(plan, lambda model: resize(model, "o0", 3))
     assert "Conv: bias of shape (3,), expected (8,)" in refusal(changed)
+    changed = with_model(plan, lambda model: declared(model, "o0").ClearField("shape"))
+    assert "Conv: takes or gives a value whose size is not known before a run" in refusal(changed)
 
 
 LIES: list[Callable[[ModelProto], object]] = [

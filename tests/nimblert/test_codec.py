@@ -228,14 +228,14 @@ def test_newer_minor_version_is_read() -> None:
 
 
 def test_unknown_action_is_refused() -> None:
-    with pytest.raises(PlanFormatError, match="command of kind 8: this nimblert knows kinds 1 to 7"):
-        decode_file(_patched(b"\x08", "programs", 0, "commands", 0, "action_type"))
+    with pytest.raises(PlanFormatError, match="command of kind 9: this nimblert knows kinds 1 to 8"):
+        decode_file(_patched(b"\x09", "programs", 0, "commands", 0, "action_type"))
 
 
 def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
     file = bytearray(_patched(struct.pack("<HH", schema.MAJOR, 7), "schema"))
-    file[place(file, "programs", 0, "commands", 0, "action_type")] = 8
-    with pytest.raises(PlanFormatError, match=r"kinds 1 to 7; it is of plan schema 2\.7, .* up to 2\.2: a newer one"):
+    file[place(file, "programs", 0, "commands", 0, "action_type")] = 9
+    with pytest.raises(PlanFormatError, match=r"kinds 1 to 8; it is of plan schema 2\.7, .* up to 2\.2: a newer one"):
         decode_file(bytes(file))
 
 
@@ -413,7 +413,7 @@ def test_a_file_of_every_version_is_read(released: Path) -> None:
         == [
             ("main", "main", (("batch", 4),) if len(programs) > 1 else (), 9),
             ("main[batch=2]", "main", (("batch", 2),), 9),
-            ("tail", "tail", (), 11 if plan.bodies else 9),
+            ("tail", "tail", (), 12 if plan.bodies else 9),
         ][: len(programs)]
     )
     assert len(programs) == {"plan-1.0": 1, "plan-2.0": 3, "plan-2.1": 3, "plan-2.2": 3}[released.stem]

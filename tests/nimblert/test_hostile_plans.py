@@ -157,7 +157,6 @@ def test_parameters_are_what_the_model_reads_and_gives(index: int, changes: dict
 CALLS = [
     (["Sum", "x", ""], {}, ""),
     (["MaxRoiPool", "x", "r"], {"pooled_shape": [1, 1]}, ""),
-    (["NonMaxSuppression", "x", "x"], {}, ""),
     (["SampleOp", "x"], {}, "com.microsoft"),
     (["BeamSearch", "x"], {}, "com.microsoft"),
     (["RandomUniformLike", "x"], {}, ""),

@@ -160,7 +160,7 @@ def test_the_compiler_writes_an_axis_there() -> None:
     axis = numpy_helper.from_array(np.array(1, np.int32), "axis")
     types = {"x": TensorType(dtype="float32", shape=(4,)), "y": TensorType(dtype="float32", shape=(4, 1))}
     header = kernels.Header(ir_version=9, opsets={"": 18, "com.microsoft": 1}, functions=())
-    made = kernels.build(node, types, {"axis": axis}, header)
+    made = kernels.build([node], types, {"axis": axis}, header)
     (initializer,) = onnx.ModelProto.FromString(bytes(made.module.code)).graph.initializer
     assert axis.raw_data
     assert list(initializer.int32_data) == [1]

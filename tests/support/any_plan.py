@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nimblert.plan import (
     Access,
     Candidate,
+    Crop,
     Device,
     Fit,
     Golden,
@@ -91,6 +92,7 @@ commands = st.one_of(
     launches,
     st.builds(Memcpy, stream=u32, op=u32, dst=pointers, src=pointers, nbytes=u64, duration_ns=u64),
     st.builds(Memset, stream=u32, op=u32, dst=pointers, value=u32, element_nbytes=u8, count=u64, duration_ns=u64),
+    st.builds(Crop, stream=u32, op=u32, output=u32, sizes=pointers, rank=u32, duration_ns=u64),
     st.builds(Record, stream=u32, event=u32),
     st.builds(Wait, stream=u32, event=u32),
 )

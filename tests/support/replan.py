@@ -141,8 +141,8 @@ class _Reader:
             case Memset():
                 dst = self._access(command.dst, command.count * command.element_nbytes)
                 return FillWork(dst=dst, value=command.value, element_nbytes=command.element_nbytes), (), (dst,)
-            case p.While() | p.Switch():
-                raise TypeError(f"{type(command).__name__}: expected a plan without loops and branches")
+            case p.While() | p.Switch() | p.Crop():
+                raise TypeError(f"{type(command).__name__}: expected a plan without loops, branches and crops")
             case Launch():
                 reads = tuple(self._access(a.pointer, a.nbytes) for a in command.reads)
                 writes = tuple(self._access(a.pointer, a.nbytes) for a in command.writes)

@@ -432,6 +432,9 @@ OPERATORS = {
 1/1/1c02/1/1c02/consumed_inputs=7
 6/1/1cea/1/1cea/
 13/1/110cea/1/110cea/""",
+    ":NonMaxSuppression": """\
+10/2/12 12 ?80 ?2 ?2/1/180/center_point_box=2
+11/2/12 12 ?80 ?2 ?2/1/180/center_point_box=2""",
     ":NonZero": """\
 9/1/1fffe/1/180/
 13/1/11fffe/1/180/""",
@@ -751,6 +754,9 @@ OPERATORS = {
 25/1/17fffffe/1/17fffffe/perm=7""",
     ":Trilu": """\
 14/1/11fffe ?80/1/11fffe/upper=2""",
+    ":Unique": """\
+11/1/1fffe/1/1fffe ?80 ?80 ?80/axis=2 sorted=2
+28/1/11fffe/1/11fffe ?80 ?80 ?80/axis=2 sorted=2""",
     ":Unsqueeze": """\
 1/1/1fffe/1/1fffe/axes=7!
 11/1/1fffe/1/1fffe/axes=7!

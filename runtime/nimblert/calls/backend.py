@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work
-from nimblert.plan.dimensions import Shapes
+from nimblert.plan.dimensions import Shape, Shapes
 
 if TYPE_CHECKING:
     from nimblert.calls.refitting import Refit
@@ -39,6 +39,10 @@ class Backend(Protocol):
 
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
+
+    @property
+    def sizes(self) -> Mapping[str, Shape]:
+        """The sizes that the last run gave to the outputs that it cropped, by name."""
 
     def prepare(self, arrays: Sequence[Any], shapes: Shapes | None = None) -> PreparedCall:
         """Return the call for arrays of these layouts, one for each input, of its dtype and rank.

@@ -15,6 +15,7 @@ from nimblert.calls.entries import Take, checked_array
 from nimblert.calls.sizes import Index, Served
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Program, Tensor
+from nimblert.plan.dimensions import Shape
 
 
 def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -> dict[str, np.ndarray | DeviceArray]:
@@ -75,6 +76,11 @@ def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return False
     return one.span.start < other.span.stop and other.span.start < one.span.stop
+
+
+def filled(arrays: Mapping[str, Any], sizes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return the parts of output arrays that a run filled, as views; ``sizes`` are those of outputs that it cropped."""
+    return {n: array[tuple(map(slice, sizes[n]))] if n in sizes else array for n, array in arrays.items()}
 
 
 def no_memory(exc: Exception) -> InputError:

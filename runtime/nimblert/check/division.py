@@ -34,7 +34,7 @@ _DTYPES: Mapping[int, np.dtype] = {6: np.dtype("<i4"), 7: np.dtype("<i8")}
 
 _ENDS_PROCESS = "where the least one by -1 would end the process: expected a constant divisor other than -1, or floats"
 
-_INTEGERS = frozenset({"ArgMax", "ArgMin", "SequenceLength", "Shape", "Size"})
+_INTEGERS = frozenset({"ArgMax", "ArgMin", "NonZero", "SequenceLength", "Shape", "Size", "TopK", "Unique"})
 _ELEMENTS = frozenset({"ConcatFromSequence", "OptionalGetElement", "SequenceAt"})
 """The operators for bodies whose output may be int32 or int64 although no input is."""
 
@@ -61,13 +61,13 @@ def check(dividend: np.ndarray, divisor: np.ndarray) -> None:
         raise ValueError(f"{least} is divided by -1, and the result does not fit {dividend.dtype}")
 
 
-def problems(nodes: Sequence[Node], constants: Sequence[TensorValue], types: Mapping[str, int]) -> Iterator[str]:
+def problems(nodes: Sequence[Node], constants: Sequence[TensorValue], types: Mapping[str, int | None]) -> Iterator[str]:
     """Yield a sentence for each division that may end the process, and whose operands cannot be compared before a run.
 
     Such are those in bodies, and those of a kernel of several ``nodes``. ``constants`` are those of the model, and
     ``types`` the element types of all values that the nodes may read. All other rules of the model must hold.
     """
-    known = {name: _of_type(element_type) for name, element_type in types.items()}
+    known = {name: _of_type(found) for name, found in types.items() if found is not None}
     known |= {tensor.name or "": _of_constant(tensor) for tensor in constants}
     for node in nodes:
         yield from _in_bodies(node, known.copy()) if _bodies(node) else ()

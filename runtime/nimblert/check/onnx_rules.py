@@ -3,8 +3,12 @@
 ONNX Runtime trusts much of a model: that the memory given for an initializer has its type and shape, that required
 inputs are present. So each node of a kernel's model is a valid call of an operator that `onnx_operators` lists; the
 names, dtypes and shapes of what the model reads and returns are those of the kernel's parameters, and the values
-between its nodes are declared. Whether their declared shapes are true is known when a session is opened
+between its nodes are declared. Whether the declarations are true is known when a session is opened
 (`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
+
+A value between nodes may have no declared shape: its size depends on values, or it is a sequence or an optional. Only
+operators that accept any shape may touch such a value, as in the bodies of loops and branches. Nobody infers the shapes
+of what is computed from it, so these are outputs, which ONNX Runtime compares with their memory, or have no shape too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +33,8 @@ ORIGIN = "onnxruntime"
 
 IN_A_BODY = "is in the body of a loop or branch, where its sizes are not known before a run"
 """Why most operators are refused there."""
+
+UNSIZED = "takes or gives a value whose size is not known before a run, and its kernel is not safe for any size"
 
 NCHWC_DOMAIN = "com.microsoft.nchwc"
 
@@ -146,18 +152,21 @@ def _inner_problems(graph: Graph, limits: Limits) -> Iterator[str]:
         return
     sizes: dict[str, int] = {}
     for name, dtype, shape in map(declared, graph.value_info):
-        if dtype is None or shape is None:
-            yield f"model: value {name!r} has no declared dtype and shape"
-            return
-        yield from under(f"model: value {name!r}", array_problems(dtype, shape, limits.tensor_nbytes))
-        sizes[name or ""] = dense_nbytes(dtype, shape)
+        if shape is not None:
+            yield from under(f"model: value {name!r}", array_problems(dtype or "", shape, limits.tensor_nbytes))
+            sizes[name or ""] = dense_nbytes(dtype or "", shape)
     nbytes = _most_nbytes(graph.node, sizes)
     if nbytes > limits.memory_nbytes:
         limit = f"the limit is {limits.memory_nbytes}: raise it (nimblert.Limits) if you trust the plan"
         yield f"model: the values between its nodes need {nbytes} bytes, {limit}"
+    unsized = {value.name for value in graph.value_info} - sizes.keys()
     for node in graph.node:
-        if len(graph.node) > 1 and any(attribute.g is not None for attribute in node.attribute):
-            yield f"{node.op_type}: has a body, and is not the only node of its model"
+        reads = [place for place, name in enumerate(node.input) if name in unsized]
+        touches = reads or not unsized.isdisjoint(node.output)
+        if touches and not onnx_trust.accepts_unsized(_name(node), node.attribute, reads):
+            yield f"{node.op_type}: {UNSIZED}"
+        if (reads or any(attribute.g is not None for attribute in node.attribute)) and sizes.keys() & {*node.output}:
+            yield f"{node.op_type}: the declared shape of a value that it makes cannot be inferred: expected none"
 
 
 def _most_nbytes(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
@@ -181,10 +190,10 @@ def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | No
     return value.name, _DTYPES.get(tensor.elem_type or 0), known if len(known) == len(sizes) else None
 
 
-def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int]:
-    """ONNX's element type of each value that the nodes of the model may read or write."""
-    constants = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
-    inner = {name or "": ELEMENT_TYPES.get(dtype or "", 0) for name, dtype, _ in map(declared, graph.value_info)}
+def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int | None]:
+    """ONNX's element type of each value that the nodes of the model may read or write; None for one of no tensor."""
+    constants: dict[str, int | None] = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
+    inner = {name or "": ELEMENT_TYPES.get(dtype or "") for name, dtype, _ in map(declared, graph.value_info)}
     return constants | inner | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
 
 
@@ -206,15 +215,16 @@ def _calls(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[tuple[str,
         )
 
 
-def _type_problems(node: Node, types: Mapping[str, int], opsets: Mapping[str, int]) -> Iterator[str]:
+def _type_problems(node: Node, types: Mapping[str, int | None], opsets: Mapping[str, int]) -> Iterator[str]:
     operator = onnx_operators.find(node.domain or "", node.op_type or "", opsets.get(node.domain or "", 0))
     if operator is None:
         return
     for names, formals in ((node.input, operator.inputs), (node.output, operator.outputs)):
         for i, name in enumerate(names):
             formal = formals[min(i, len(formals) - 1)]
-            if name and not formal.types >> types.get(name, 0) & 1:
-                yield f"{node.op_type}: {name!r} has element type {types.get(name, 0)}, which it does not take there"
+            found = types.get(name, 0)
+            if name and found is not None and not formal.types >> found & 1:
+                yield f"{node.op_type}: {name!r} has element type {found}, which it does not take there"
 
 
 def _graph_problems(graph: Graph, opsets: Mapping[str, int], known: set[str], *, inner: bool) -> Iterator[str]:

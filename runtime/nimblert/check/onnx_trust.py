@@ -5,7 +5,7 @@ or never ends. ``fuzz/operators.py`` found these cases (versions 1.24 to 1.32), 
 are stricter than necessary, where that makes them simpler.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -57,20 +57,32 @@ _INTEGER_NBYTES = {6: 4, 7: 8}
 Rule = Callable[[Call], Iterator[str]]
 
 _ANY_SHAPE = """
-Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
-Cast Ceil Celu Clip Concat ConstantOfShape Cos Cosh Div Dropout Elu Equal Erf Exp Expand Flatten Floor Gather
-GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN LeakyRelu Less LessOrEqual
-Log Loop MatMul Max Mean Min Mod Mul Neg Not Or PRelu Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
-ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan Selu
-SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength ConcatFromSequence
-OptionalGetElement OptionalHasElement Shape Sigmoid Sign Sin Sinh Size Slice Softplus Softsign Split
-Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast
+Ceil Celu Clip Compress Concat ConcatFromSequence ConstantOfShape Cos Cosh CumSum Div Dropout Elu Equal Erf Exp
+Expand Flatten Floor Gather GatherElements Gelu Gemm Greater GreaterOrEqual HardSigmoid Identity If IsInf IsNaN
+LeakyRelu Less LessOrEqual Log LogSoftmax Loop MatMul Max Mean Min Mod Mul Neg NonZero Not OptionalGetElement
+OptionalHasElement Or PRelu Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax
+ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Scan ScatterND Selu SequenceAt
+SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength Shape Sigmoid Sign Sin Sinh Size Slice
+Softmax Softplus Softsign Split Sqrt Squeeze Sub Sum Tan Tanh Tile Transpose Trilu Unsqueeze Where Xor
 com.microsoft.FusedGemm com.microsoft.QuickGelu
 """
 
 ANY_SHAPE = frozenset(_ANY_SHAPE.split())
-"""Operators that accept empty tensors. Only these may be in bodies of loops and branches, whose shapes are not known
-before a run."""
+"""Operators that accept empty tensors. Most calls in bodies of loops and branches, whose shapes are not known before a
+run, must be of these."""
+
+_UNSIZED_INPUTS: Mapping[str, frozenset[int]] = {
+    # Up to some version after 1.24 it takes 0 for an index in empty data.
+    "GatherND": frozenset({1}),
+    # It reads its limits without a look at their sizes.
+    "NonMaxSuppression": frozenset(),
+    # Up to some version after 1.24 it divides by the number of rows.
+    "TopK": frozenset({1}),
+    # It ends the process where it is given an axis of an empty tensor.
+    "Unique": frozenset(),
+}
+"""Operators that may make values of any size, but of inputs that are not empty; those at these places may have any."""
 
 _EMPTY_INPUTS = {"Resize": frozenset({1, 2}), "Upsample": frozenset({1})}
 """Inputs that exporters give as empty tensors instead of omitting them."""
@@ -110,7 +122,18 @@ def is_for_bodies(operator: str, attributes: Iterable[Attribute]) -> bool:
     """
     if operator == "Scan":
         return not any(axis for attribute in attributes if attribute.name in _SCAN_AXES for axis in attribute.ints)
+    if operator == "Unique":
+        return all(attribute.name != "axis" for attribute in attributes)
     return operator in ANY_SHAPE and (operator not in _RULES or operator == "Concat")
+
+
+def accepts_unsized(operator: str, attributes: Sequence[Attribute], unsized: Collection[int]) -> bool:
+    """Return whether a call is safe if its inputs at the places ``unsized``, and its outputs, may have any size."""
+    if is_for_bodies(operator, attributes):
+        return True
+    if any(attribute.name == "batch_dims" and attribute.i for attribute in attributes):
+        return False
+    return operator in _UNSIZED_INPUTS and _UNSIZED_INPUTS[operator].issuperset(unsized)
 
 
 def _bias(weights: int, bias: int) -> Rule:

@@ -12,6 +12,7 @@ from nimblert.check.bounds import MAX_RANK, under
 from nimblert.plan import (
     ITEM_NBYTES,
     Access,
+    Crop,
     Fit,
     Plan,
     Profile,
@@ -97,7 +98,7 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
             continue
         if all(fit is Fit.EXACT for fit in program.fits):
             continue
-        stateful = writes_state(plan.state, program)
+        why = why_exact(plan.state, program)
         for (name, size), fit in zip(program.profile, program.fits, strict=True):
             if fit is Fit.EXACT:
                 continue
@@ -105,8 +106,15 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
                 yield f"{path}: {name}={size} is {fit.name}, and no axis of an input is {name!r} in all programs alike"
             elif fit is Fit.SPLIT and any(of.count(name) != 1 for of in axes.outputs):
                 yield f"{path}: {name!r} is SPLIT, expected one axis of it in each output"
-            elif stateful:
-                yield f"{path}: {name!r} is {fit.name}, and the program writes the state"
+            elif why:
+                yield f"{path}: {name!r} is {fit.name}, and the program {why}"
+
+
+def why_exact(state: Sequence[Weight], program: Program) -> str:
+    """Return what a program does for which it serves calls of its own sizes alone, "" if it does nothing of that."""
+    if writes_state(state, program):
+        return "writes the state"
+    return "crops an output" if any(isinstance(work, Crop) for _, work in program.work) else ""
 
 
 _MOST_DEPTH = 16

@@ -18,6 +18,7 @@ from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, dense_nbyte
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Candidate,
+    Crop,
     Golden,
     Kernel,
     Launch,
@@ -39,6 +40,7 @@ from nimblert.plan import (
     While,
     Work,
 )
+from nimblert.plan.pieces import SIZE_NBYTES
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
@@ -238,6 +240,19 @@ def _work_problems(work: Work, scope: _Scope) -> Iterator[str]:
         case While(condition=byte) | Switch(index=byte):
             yield from extent_problems("condition", byte, 1, scope.sizes)
             yield from _accesses_problems(work, scope.sizes)
+        case Crop():
+            yield from extent_problems("sizes", work.sizes, SIZE_NBYTES * work.rank, scope.sizes)
+            yield from _crop_problems(work, scope.program)
+
+
+def _crop_problems(crop: Crop, program: Program) -> Iterator[str]:
+    outputs = program.outputs
+    if not 0 <= crop.output < len(outputs):
+        yield f"output: {crop.output} is out of range (there are {len(outputs)} outputs)"
+    elif crop.rank != len(outputs[crop.output].shape):
+        yield f"rank: {crop.rank}, the output has {len(outputs[crop.output].shape)} dimensions"
+    if next(work for _, work in program.work if isinstance(work, Crop) and work.output == crop.output) is not crop:
+        yield f"output: {crop.output} is cropped by a command before this one"
 
 
 def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:

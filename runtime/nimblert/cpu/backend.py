@@ -22,7 +22,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.backend import RunAt
-from nimblert.calls.outputs import no_memory
+from nimblert.calls.outputs import filled, no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
@@ -30,6 +30,7 @@ from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate, r
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import (
     Command,
+    Crop,
     Launch,
     Memcpy,
     Memset,
@@ -44,7 +45,7 @@ from nimblert.plan import (
     While,
     Work,
 )
-from nimblert.plan.dimensions import Shapes
+from nimblert.plan.dimensions import Shape, Shapes
 from nimblert.plan.pieces import writes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
@@ -143,7 +144,7 @@ class CpuCall:
         self._backend.place(arrays)
         self._backend.run()
         try:
-            return {name: view.copy() for name, view in self._views if name not in self._backend.bound}
+            return {name: view.copy() for name, view in self._filled() if name not in self._backend.bound}
         except MemoryError as exc:
             raise no_memory(exc) from exc
 
@@ -157,19 +158,25 @@ class CpuCall:
         self._backend.place(arrays)
         self._backend.run()
         results = {}
-        for name, view in self._views:
+        into = filled(out, self._backend.sizes)
+        for name, view in self._filled():
             if name in out:
-                np.copyto(out[name], view)
+                np.copyto(into[name], view)
             elif name not in self._backend.bound:
                 results[name] = view if reuse_outputs else view.copy()
         return results
+
+    def _filled(self) -> Iterable[tuple[str, np.ndarray]]:
+        """Return the outputs of the last run by name, as views."""
+        return filled(dict(self._views), self._backend.sizes).items() if self._backend.sizes else self._views
 
 
 class CpuBackend:
     """A program in host memory. ``inputs`` and ``outputs`` are strided views of it, in program order.
 
     ``poison`` fills the arena and the outputs with 0xFF bytes first. Programs of one ``working`` memory
-    run one at a time. ``bound`` are the names of inputs and outputs in memory of the caller.
+    run one at a time. ``bound`` are the names of inputs and outputs in memory of the caller, ``sizes`` those that the
+    last run gave to cropped outputs, by name.
     """
 
     def __init__(self, loaded: CpuLoaded, program: Program, working: HostWorking, *, poison: bool = False) -> None:
@@ -187,7 +194,8 @@ class CpuBackend:
         self.memory = memory
         self.inputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.inputs))
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
-        binder = _Binder(self._sessions, self._bodies, memory, gates)
+        self.sizes: dict[str, Shape] = {}
+        binder = _Binder(self._sessions, self._bodies, memory, gates, self.sizes)
         with self._sessions.lock, self._sessions:
             self._bound = binder.bind(self.program)
         threads = self._sessions.streams_by_thread(self.program)
@@ -295,10 +303,18 @@ class CpuBackend:
 
 
 class _Binder:
-    """Binds the commands of a program, and of the bodies that it runs, to memory: each becomes a call."""
+    """Binds the commands of a program, and of the bodies that it runs, to memory: each becomes a call.
+
+    The calls write the sizes of cropped outputs into ``sizes``.
+    """
 
     def __init__(
-        self, sessions: SessionCache, bodies: Sequence[Program], memory: HostMemory, gates: Sequence[threading.Lock]
+        self,
+        sessions: SessionCache,
+        bodies: Sequence[Program],
+        memory: HostMemory,
+        gates: Sequence[threading.Lock],
+        sizes: dict[str, Shape],
     ) -> None:
         self.options = run_options()
         self.failures = (*runtime_errors(), MemoryError)
@@ -306,6 +322,7 @@ class _Binder:
         self._bodies = bodies
         self._memory = memory
         self._gates = gates
+        self._sizes = sizes
 
     def bind(self, program: Program) -> list[tuple[Command, Step]]:
         """Return the commands, each with its call."""
@@ -326,10 +343,11 @@ class _Binder:
                 return partial(elements.fill, command.value)
             case While() | Switch():
                 return self._control(program, command)
-            case Record():
-                return partial(open_gate, self._gates[command.event])
-            case Wait():
-                return partial(pass_gate, self._gates[command.event])
+            case Crop():
+                sizes = memory.array(command.sizes, "int64", (command.rank,))
+                return partial(_crop, self._sizes, program.outputs[command.output], sizes)
+            case Record() | Wait():
+                return partial(open_gate if isinstance(command, Record) else pass_gate, self._gates[command.event])
 
     def _control(self, program: Program, command: While | Switch) -> Step:
         if isinstance(command, Switch):
@@ -348,6 +366,8 @@ def _run_body(body: Program, bound: Sequence[tuple[Work, Step]], failures: tuple
     try:
         for command, step in bound:  # noqa: B007 - the command that failed
             step()
+    except InputError:
+        raise
     except failures as exc:
         raise refusal(_origin(body, command, exc), exc) from exc
 
@@ -366,6 +386,16 @@ def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
 
 def _branch(index: np.ndarray, bodies: Sequence[Step]) -> None:
     bodies[min(int(index[0]), len(bodies) - 1)]()
+
+
+def _crop(filled_sizes: dict[str, Shape], output: Tensor, sizes: np.ndarray) -> None:
+    found = tuple(sizes.tolist())
+    if not all(0 <= size <= most for size, most in zip(found, output.shape, strict=True)):
+        raise InputError(
+            f"output {output.name!r}: has the shape {found} for these inputs, and the plan's bound is {output.shape}: "
+            f"compile with a larger --bound {output.name}={'x'.join(map(str, found))}"
+        )
+    filled_sizes[output.name] = found
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:

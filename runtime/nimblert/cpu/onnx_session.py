@@ -40,9 +40,6 @@ LABEL = "node_"
 _NO_PACKED_COPIES = ("session.disable_prepacking", "1")
 """For a session that will not compute: kernels make no packed copies of weights."""
 
-_Type: TypeAlias = tuple[str, tuple[int, ...]]
-"""Dtype and shape."""
-
 _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float32": "tensor(float)",
     "float64": "tensor(double)",
@@ -193,9 +190,9 @@ class _Code:
         return self.model.graph or Graph()
 
     @cached_property
-    def inner(self) -> Mapping[str, _Type]:
-        """The declared dtypes and shapes of the values between nodes."""
-        return {name or "": (dtype or "", shape or ()) for name, dtype, shape in map(declared, self.graph.value_info)}
+    def inner(self) -> Mapping[str, tuple[str | None, tuple[int, ...] | None]]:
+        """The declared dtypes and shapes of the values between nodes, None where one has none."""
+        return {name or "": (dtype, shape) for name, dtype, shape in map(declared, self.graph.value_info)}
 
     @cached_property
     def division(self) -> tuple[division.Operand, division.Operand] | None:
@@ -206,7 +203,7 @@ class _Code:
     def is_large(self) -> bool:
         """Whether several threads run a node of the kernel faster."""
         sizes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
-        sizes |= {name: prod(shape) * ITEM_NBYTES.get(dtype, 0) for name, (dtype, shape) in self.inner.items()}
+        sizes |= {n: prod(shape) * ITEM_NBYTES[dtype] for n, (dtype, shape) in self.inner.items() if dtype and shape}
         return any(
             streams.is_large(symbol([node]), sum(sizes.get(name, 0) for name in {*node.input, *node.output}))
             for node in self.graph.node
@@ -410,7 +407,10 @@ def is_inferred(types: Inferred, name: str, dtype: str, shape: tuple[int, ...]) 
 def _check_inner(kernel: Kernel, code: _Code, types: Inferred) -> None:
     """Raise PlanInvalidError unless ONNX Runtime infers what a model of several nodes declares of its values."""
     for name, (dtype, shape) in code.inner.items():
-        if not is_inferred(types, name, dtype, shape):
+        if dtype is None:
+            continue
+        kind, _ = types[name]
+        if kind != _TYPE_NAMES[dtype] if shape is None else not is_inferred(types, name, dtype, shape):
             found = f"ONNX Runtime infers {types.get(name)}"
             raise PlanInvalidError([f"kernel {kernel.symbol}: value {name!r} is declared {dtype} {shape}, {found}"])
 

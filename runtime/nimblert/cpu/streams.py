@@ -105,6 +105,8 @@ class Streams:
         for command, step in stream:
             try:
                 step()
+            except InputError:
+                raise
             except self._failures as exc:
                 raise refusal(self._origin(command, exc), exc) from exc
             if self._is_halted:

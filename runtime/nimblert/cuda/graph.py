@@ -12,6 +12,7 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Command,
+    Crop,
     Dim3,
     Kernel,
     Launch,
@@ -137,8 +138,8 @@ def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: 
         case Memset():
             filling = Filling(command.value, command.element_nbytes, command.count)
             return add_fill(graph, memory.address(command.dst), filling)
-        case While() | Switch():
-            raise PlanInvalidError([f"{type(command).__name__}: this nimblert runs loops and branches on the CPU only"])
+        case While() | Switch() | Crop():
+            raise PlanInvalidError([f"{type(command).__name__}: this nimblert runs it on the CPU only"])
 
 
 def add_kernel(

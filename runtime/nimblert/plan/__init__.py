@@ -5,6 +5,7 @@ from nimblert.plan.records import (
     Access,
     Candidate,
     Command,
+    Crop,
     Device,
     Dim3,
     Fit,
@@ -38,8 +39,8 @@ from nimblert.plan.records import (
 )
 
 __all__ = [
-    "ITEM_NBYTES", "Access", "Candidate", "Command", "Device", "Dim3", "Fit", "Golden", "GoldenOutput", "Kernel",
-    "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Plan", "Pointer", "Profile",
+    "ITEM_NBYTES", "Access", "Candidate", "Command", "Crop", "Device", "Dim3", "Fit", "Golden", "GoldenOutput",
+    "Kernel", "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Plan", "Pointer", "Profile",
     "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Switch", "Target", "Tensor", "Wait",
     "Weight", "While", "Work", "listed",
 ]  # fmt: skip

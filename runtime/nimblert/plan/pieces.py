@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nimblert.plan import Access, Launch, Memcpy, Memset, Region, Switch, While, Work
+from nimblert.plan import Access, Crop, Launch, Memcpy, Memset, Region, Switch, While, Work
 
 _TOGETHER = 1 << 20  # accesses to pieces that are processed at once: bounds the memory
+
+SIZE_NBYTES = 8
+"""Of each of the sizes that a Crop reads."""
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -57,6 +60,8 @@ def reads(work: Work) -> tuple[Access, ...]:
             return (Access(pointer=work.src, nbytes=work.nbytes),)
         case Memset():
             return ()
+        case Crop():
+            return (Access(pointer=work.sizes, nbytes=SIZE_NBYTES * work.rank),)
 
 
 def writes(work: Work) -> tuple[Access, ...]:
@@ -68,6 +73,8 @@ def writes(work: Work) -> tuple[Access, ...]:
             return (Access(pointer=work.dst, nbytes=work.nbytes),)
         case Memset():
             return (Access(pointer=work.dst, nbytes=work.count * work.element_nbytes),)
+        case Crop():
+            return ()
 
 
 def bodies_of(work: Work) -> tuple[int, ...]:

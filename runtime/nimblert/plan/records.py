@@ -169,7 +169,22 @@ class Switch:
     duration_ns: int = 0
 
 
-Work: TypeAlias = Launch | Memcpy | Memset | While | Switch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crop:
+    """Cut output ``output`` of the program to the size that this run gave it; the rest of its shape is padding.
+
+    ``sizes`` is the place of ``rank`` int64 numbers, one for each dimension: how much of it this run filled.
+    """
+
+    stream: int
+    op: int
+    output: int
+    sizes: Pointer
+    rank: int
+    duration_ns: int = 0
+
+
+Work: TypeAlias = Launch | Memcpy | Memset | While | Switch | Crop
 Command: TypeAlias = Work | Record | Wait
 
 

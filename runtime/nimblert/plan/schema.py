@@ -80,7 +80,7 @@ STRUCTS = {
 }
 """The numbers of each struct, in the order of the schema; a struct in a struct by its numbers."""
 
-ACTIONS = ("Launch", "Memcpy", "Memset", "Record", "Wait", "While", "Switch")
+ACTIONS = ("Launch", "Memcpy", "Memset", "Record", "Wait", "While", "Switch", "Crop")
 """The members of the union Action, numbered from 1."""
 
 REQUIRED: Final = object()
@@ -222,6 +222,14 @@ TABLES = {
         Field("bodies", "[uint]", (), (2, 2)),
         Field("reads", "[Access]", (), (2, 2)),
         Field("writes", "[Access]", (), (2, 2)),
+        Field("duration_ns", "ulong", 0, (2, 2)),
+    )),
+    "Crop": Table(plan.Crop, (
+        Field("stream", "uint", 0, (2, 2)),
+        Field("op", "uint", 0, (2, 2)),
+        Field("output", "uint", 0, (2, 2)),
+        Field("sizes", "Pointer", REQUIRED, (2, 2)),
+        Field("rank", "uint", 0, (2, 2)),
         Field("duration_ns", "ulong", 0, (2, 2)),
     )),
     "Command": Table(tuple, (
