@@ -231,11 +231,9 @@ class _Builder:
         trip_limit: int,
         bounds: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
-        self._trip_limit = trip_limit
-        self._optimized = optimized
+        self._trip_limit, self._optimized = trip_limit, optimized
         model = self._model = optimized.proto
-        self._weights = weights
-        self._sources = sources
+        self._weights, self._sources = weights, sources
         self._header = kernels.header(model)
         self._arrays = dict(optimized.arrays)
         kept = {tensor.output for tensor in state}
