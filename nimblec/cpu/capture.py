@@ -1,6 +1,5 @@
 """An ONNX file as a Graph: one task for each node that ONNX Runtime's optimiser leaves."""
 
-import hashlib
 from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, numpy_helper
 
 from nimblec.base import places
 from nimblec.base.errors import UnsupportedModelError
@@ -21,7 +20,6 @@ from nimblec.base.ir import (
     Access,
     Body,
     BodyCall,
-    Buffer,
     BufferKind,
     CopyWork,
     CropWork,
@@ -39,6 +37,7 @@ from nimblec.base.options import InputSpec, NamedInput
 from nimblec.base.places import Phase
 from nimblec.cpu import control, kernels, values
 from nimblec.cpu.branches import take_branches
+from nimblec.cpu.buffers import Buffers
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
 from nimblec.cpu.optimizer import OptimizedModel, optimize
@@ -189,6 +188,36 @@ class _Control:
     graphs: tuple[Graph, ...]
 
 
+def _launch(built: kernels.NodeKernel, kernel: int, memory: Buffers) -> Task:
+    """Return the task that launches a kernel."""
+    operands = [memory.of(name) for name in built.values]
+    bound = list(zip(built.parameters, operands, strict=True))
+    references = tuple(Reference(param_offset=parameter.offset, buffer=b, offset=0) for parameter, b in bound)
+    return Task(
+        op=0,
+        work=KernelWork(kernel=kernel, params=bytes(kernels.POINTER_NBYTES * len(bound)), references=references),
+        reads=tuple(memory.whole(b) for parameter, b in bound if parameter.kind is not ParameterKind.OUTPUT),
+        writes=tuple(memory.whole(b) for parameter, b in bound if parameter.kind is ParameterKind.OUTPUT),
+    )
+
+
+def _held(memory: Buffers, weights: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield the ``weights`` that share their buffer with no other value."""
+    names = Counter(memory.of_value.values())
+    yield from ((name, b) for name, b in memory.of_value.items() if name in weights and names[b] == 1)
+
+
+def _handed_over(found: _Control, reads: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the last values of a loop with the first ones that nothing else ``reads``, whose memory they may take."""
+    if found.loop is None:
+        return
+    times = Counter(carried.first for carried in found.loop.carried)
+    for carried in found.loop.carried:
+        first = carried.first
+        if carried.output and times[first] == reads[first] == 1 and first not in found.loop.body.captured:
+            yield carried.output, first
+
+
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
@@ -202,11 +231,9 @@ class _Builder:
         trip_limit: int,
         bounds: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
-        self._trip_limit = trip_limit
-        self._optimized = optimized
+        self._trip_limit, self._optimized = trip_limit, optimized
         model = self._model = optimized.proto
-        self._weights = weights
-        self._sources = sources
+        self._weights, self._sources = weights, sources
         self._header = kernels.header(model)
         self._arrays = dict(optimized.arrays)
         kept = {tensor.output for tensor in state}
@@ -225,12 +252,10 @@ class _Builder:
         nodes = self._regions.nodes
         self._reads = Counter(name for node in nodes for name in model_nodes.read_names(node))
         self._controls = dict(self._programs(nodes))
-        self._handed = dict(pair for found in self._controls.values() for pair in self._carried(found))
+        self._handed = dict(pair for found in self._controls.values() for pair in _handed_over(found, self._reads))
         self._placement = place_state(nodes, placed, self._types, returned, self._handed)
         self._copies = (*self._placement.copies, *((s.output, s.input) for s in copied))
-        self._buffers: list[Buffer] = []
-        self._buffer_of: dict[str, int] = {}
-        self._constant_of: dict[bytes, int] = {}
+        self._memory = Buffers(self._types, self._constants, self._arrays)
         self._modules: dict[Module, int] = {}
         self._kernels: dict[Kernel, int] = {}
         self._ops: list[Op] = []
@@ -242,14 +267,12 @@ class _Builder:
         """A graph input and its buffer."""
         kept = self._state.get(name)
         if isinstance(kept, ModelState):
-            self._buffer_of[name] = self._add_state(kept, self._types[name])
+            data = np.ascontiguousarray(kept.data).reshape(-1).view(np.uint8).data.toreadonly()
+            buffer = self._memory.add(BufferKind.STATE, kept.name, self._types[name], data, storage=kept.storage)
+            self._memory.of_value[name] = buffer
             return
-        self._buffer_of[name] = self._add_buffer(BufferKind.INPUT, name, self._types[name])
+        self._memory.of_value[name] = self._memory.add(BufferKind.INPUT, name, self._types[name])
         self._inputs.append(self._view(name, self._types[name], sample_range))
-
-    def _add_state(self, tensor: ModelState, tensor_type: TensorType) -> int:
-        data = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data.toreadonly()
-        return self._add_buffer(BufferKind.STATE, tensor.name, tensor_type, data, storage=tensor.storage)
 
     def _add_node(self, node: NodeProto) -> None:
         """The tasks of a node, with buffers for what it writes.
@@ -267,34 +290,17 @@ class _Builder:
         built = kernels.build(nodes, self._types, self._constants, self._header, self._unsized)
         for name in filter(None, node.output):
             if name in self._placement.places:
-                self._buffer_of[name] = self._buffer(self._placement.places[name])
+                self._memory.of_value[name] = self._memory.of(self._placement.places[name])
                 continue
             self._add_result(name, self._types[name])
         module = self._modules.setdefault(built.module, len(self._modules))
         kernel = Kernel(module=module, symbol=built.symbol, parameters=built.parameters)
-        operands = [self._buffer(name) for name in built.values]
-        accesses = [Access(buffer=b, offset=0, nbytes=self._buffers[b].nbytes) for b in operands]
-        roles = [parameter.kind for parameter in built.parameters]
         ops = [Op(name=kernels.symbol(member), source=self._source(member)) for member in nodes]
         if len(nodes) > 1:
             ops.insert(0, Op(name=built.symbol, source=places.joined(op.source for op in ops)))
         self._ops += ops
-        self._tasks.append(
-            Task(
-                op=len(self._ops) - len(ops),
-                joined=len(ops) - 1,
-                work=KernelWork(
-                    kernel=self._kernels.setdefault(kernel, len(self._kernels)),
-                    params=bytes(kernel.params_nbytes),
-                    references=tuple(
-                        Reference(param_offset=parameter.offset, buffer=buffer, offset=0)
-                        for parameter, buffer in zip(built.parameters, operands, strict=True)
-                    ),
-                ),
-                reads=tuple(a for a, role in zip(accesses, roles, strict=True) if role is not ParameterKind.OUTPUT),
-                writes=tuple(a for a, role in zip(accesses, roles, strict=True) if role is ParameterKind.OUTPUT),
-            )
-        )
+        task = _launch(built, self._kernels.setdefault(kernel, len(self._kernels)), self._memory)
+        self._tasks.append(replace(task, op=len(self._ops) - len(ops), joined=len(ops) - 1))
 
     def _add_op(self, name: str, node: NodeProto) -> None:
         self._ops.append(Op(name=name, source=self._source(node)))
@@ -305,7 +311,7 @@ class _Builder:
     def _add_crop(self, output: int, name: str) -> None:
         """The task that cuts an output of unknown size."""
         value = self._regions.cropped[name].sizes
-        sizes = Access(buffer=self._buffer(value), offset=0, nbytes=self._types[value].nbytes)
+        sizes = Access(buffer=self._memory.of(value), offset=0, nbytes=self._types[value].nbytes)
         self._add_op("crop", next(node for node in self._model.graph.node if name in node.output))
         work = CropWork(output=output, sizes=sizes)
         self._tasks.append(Task(op=len(self._ops) - 1, work=work, reads=(sizes,), writes=()))
@@ -313,8 +319,8 @@ class _Builder:
     def _add_result(self, name: str, tensor_type: TensorType) -> int:
         """Return a new buffer for a value of the graph."""
         kind = BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY
-        self._buffer_of[name] = self._add_buffer(kind, name, tensor_type)
-        return self._buffer_of[name]
+        self._memory.of_value[name] = self._memory.add(kind, name, tensor_type)
+        return self._memory.of_value[name]
 
     def _programs(self, nodes: Iterable[NodeProto]) -> Iterator[tuple[str, "_Control"]]:
         """Yield the control-flow nodes whose bodies can be programs, by their first output."""
@@ -322,17 +328,6 @@ class _Builder:
             if node.op_type in control.CONTROL and not node.domain and self._unsized.keys().isdisjoint(node.output):
                 with suppress(UnsupportedModelError):  # ONNX Runtime runs the node
                     yield model_nodes.first_output(node), self._control(node)
-
-    def _carried(self, found: "_Control") -> Iterator[tuple[str, str]]:
-        """Yield the last values of a loop with the first ones that nothing else reads, whose memory they may take."""
-        if found.loop is None:
-            return
-        times = Counter(carried.first for carried in found.loop.carried)
-        captured = found.loop.body.captured
-        for carried in found.loop.carried:
-            first = carried.first
-            if carried.output and times[first] == self._reads[first] == 1 and first not in captured:
-                yield carried.output, first
 
     def _control(self, node: NodeProto) -> "_Control":
         """Return the graphs of the bodies of a node. Raises UnsupportedModelError for sizes that vary."""
@@ -348,7 +343,7 @@ class _Builder:
             for tensor in model_file.inputs(body.model.proto):
                 builder.add_input(tensor.name, None)
             for slot in body.slots:
-                found = builder._type(slot.output)
+                found = builder._memory.type(slot.output)
                 if found != slot.type and found.nbytes > 1:  # a condition may have the shape [1]
                     raise UnsupportedModelError(f"{slot.output!r} changes its size")
             graphs.append(builder.graph())
@@ -359,12 +354,12 @@ class _Builder:
         loop = found.loop
         if loop is None:
             slots = [
-                self._buffer(self._placement.places[name])
+                self._memory.of(self._placement.places[name])
                 if name in self._placement.places
                 else self._add_result(name, self._types[name])
                 for name in filter(None, node.output)
             ]
-            byte = self._buffer(node.input[0])
+            byte = self._memory.of(node.input[0])
         else:
             for name, array in loop.constants.items():
                 self._constants[name] = numpy_helper.from_array(array, name)
@@ -375,12 +370,13 @@ class _Builder:
             values = zip(loop.carried, loop.body.slots, strict=True)
             slots = [self._carry(carried, slot.type) for carried, slot in values]
             byte = slots[0]
-        captured = [tuple(map(self._buffer, body.captured)) for body in found.bodies]
+        captured = [tuple(map(self._memory.of, body.captured)) for body in found.bodies]
         calls = tuple(
             BodyCall(body=len(self._bodies) + i, buffers=(*slots, *buffers)) for i, buffers in enumerate(captured)
         )
         self._bodies += (Body(graph=graph) for graph in found.graphs)
         at = Access(buffer=byte, offset=0, nbytes=1)
+        read = (byte, *chain(*captured), *(slots if loop else ()))
         self._add_op(kernels.symbol(node), node)
         self._tasks.append(
             Task(
@@ -388,8 +384,8 @@ class _Builder:
                 work=SwitchWork(index=at, calls=calls)
                 if loop is None
                 else LoopWork(condition=at, call=calls[0], limit=loop.limit),
-                reads=tuple(self._whole(b) for b in dict.fromkeys((byte, *chain(*captured), *(slots if loop else ())))),
-                writes=tuple(map(self._whole, slots)),
+                reads=tuple(map(self._memory.whole, dict.fromkeys(read))),
+                writes=tuple(map(self._memory.whole, slots)),
             )
         )
 
@@ -397,30 +393,27 @@ class _Builder:
         """Return the buffer of a carried value, filled with its first one."""
         name = carried.output
         if name in self._placement.places:
-            buffer = self._buffer(self._placement.places[name])
+            buffer = self._memory.of(self._placement.places[name])
         elif name and self._is_handed_over(name, carried.first):
-            buffer = self._buffer_of[name] = self._buffer(carried.first)
+            buffer = self._memory.of_value[name] = self._memory.of(carried.first)
         elif not carried.first or name or carried.first in self._constants:
             buffer = self._add_result(name, tensor_type)
         else:
-            return self._buffer(carried.first)
+            return self._memory.of(carried.first)
         if not carried.first:
-            whole = self._whole(buffer)
+            whole = self._memory.whole(buffer)
             self._ops.append(Op(name="zeros", source=name))
             fill = FillWork(dst=whole, value=0, element_nbytes=1)
             self._tasks.append(Task(op=len(self._ops) - 1, work=fill, reads=(), writes=(whole,)))
-        elif self._buffer(carried.first) != buffer:
-            self._copy_to(buffer, self._buffer(carried.first), name)
+        elif self._memory.of(carried.first) != buffer:
+            self._copy_to(buffer, self._memory.of(carried.first), name)
         return buffer
 
     def _is_handed_over(self, name: str, first: str) -> bool:
         """Return whether a loop may keep a carried value in the memory of its first one."""
-        buffer = self._buffer_of.get(first)
-        is_own = buffer is not None and self._buffers[buffer].kind is BufferKind.TEMPORARY
+        buffer = self._memory.of_value.get(first)
+        is_own = buffer is not None and self._memory.items[buffer].kind is BufferKind.TEMPORARY
         return is_own and name not in self._returned and self._handed.get(name) == first
-
-    def _whole(self, buffer: int) -> Access:
-        return Access(buffer=buffer, offset=0, nbytes=self._buffers[buffer].nbytes)
 
     def graph(self) -> Graph:
         """Return the finished Graph."""
@@ -433,36 +426,27 @@ class _Builder:
         for node in self._placement.nodes:
             self._add_node(node)
         for value, state in self._copies:
-            source = saved[value] if value in saved else self._buffer(value)
-            self._copy_to(self._buffer(state), source, self._state[state].name)
-        self._buffer_of |= saved
+            source = saved[value] if value in saved else self._memory.of(value)
+            self._copy_to(self._memory.of(state), source, self._state[state].name)
+        self._memory.of_value |= saved
         for index, name in enumerate(self._outputs):
             if name in self._regions.cropped:
                 self._add_crop(index, name)
         outputs = tuple(
-            replace(self._view(value, self._type(value)), name=name)
+            replace(self._view(value, self._memory.type(value)), name=name)
             for name, value in zip(self._outputs, self._returned, strict=True)
         )
         return Graph(
             modules=tuple(self._modules),
             kernels=tuple(self._kernels),
-            buffers=tuple(self._buffers),
+            buffers=tuple(self._memory.items),
             ops=tuple(self._ops),
             tasks=tuple(self._tasks),
             inputs=tuple(self._inputs),
             outputs=outputs,
-            weights=tuple(self._held()),
+            weights=tuple(_held(self._memory, self._weights)),
             bodies=tuple(self._bodies),
         )
-
-    def _held(self) -> Iterator[tuple[str, int]]:
-        """Return the weights that share their buffer with no other value."""
-        names = Counter(self._buffer_of.values())
-        held = ((name, self._buffer_of[name]) for name in self._buffer_of if name in self._weights)
-        return ((name, buffer) for name, buffer in held if names[buffer] == 1)
-
-    def _type(self, name: str) -> TensorType:
-        return type_of(self._constants[name]) if name in self._constants else self._types[name]
 
     def _view(self, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None) -> TensorView:
         return TensorView(
@@ -470,52 +454,17 @@ class _Builder:
             dtype=tensor_type.dtype,
             shape=tensor_type.shape,
             strides=dense_strides(tensor_type.shape),
-            buffer=self._buffer(name),
+            buffer=self._memory.of(name),
             sample_range=sample_range,
         )
 
-    def _buffer(self, name: str) -> int:
-        """Return the buffer of a value; that of a constant is made when it is first used."""
-        if name not in self._buffer_of:
-            self._buffer_of[name] = self._add_constant(self._constants[name])
-        return self._buffer_of[name]
-
     def _copy(self, name: str, kind: BufferKind) -> int:
         """Return a buffer with a copy of a value, made before any node runs."""
-        copied = self._add_buffer(kind, name, self._types[name])
-        self._copy_to(copied, self._buffer(name), name)
+        copied = self._memory.add(kind, name, self._types[name])
+        self._copy_to(copied, self._memory.of(name), name)
         return copied
 
     def _copy_to(self, dst: int, src: int, source: str) -> None:
-        to, of = (Access(buffer=buffer, offset=0, nbytes=self._buffers[dst].nbytes) for buffer in (dst, src))
+        to, of = (Access(buffer=buffer, offset=0, nbytes=self._memory.items[dst].nbytes) for buffer in (dst, src))
         self._ops.append(Op(name="copy", source=Phase.UPDATE.value if self._sources else source))
         self._tasks.append(Task(op=len(self._ops) - 1, work=CopyWork(dst=to, src=of), reads=(of,), writes=(to,)))
-
-    def _add_buffer(
-        self,
-        kind: BufferKind,
-        name: str,
-        tensor_type: TensorType,
-        data: memoryview | None = None,
-        storage: int = 0,
-    ) -> int:
-        self._buffers.append(
-            Buffer(
-                kind=kind,
-                nbytes=tensor_type.nbytes,
-                name=name,
-                dtype=tensor_type.dtype,
-                shape=tensor_type.shape,
-                data=data,
-                storage=storage,
-            )
-        )
-        return len(self._buffers) - 1
-
-    def _add_constant(self, tensor: TensorProto) -> int:
-        """Return the buffer with the bytes of ``tensor``, which all equal constants share."""
-        data = self._arrays[tensor.name].reshape(-1).view(np.uint8).data.toreadonly()
-        digest = hashlib.sha256(data).digest()
-        if digest not in self._constant_of:
-            self._constant_of[digest] = self._add_buffer(BufferKind.CONSTANT, tensor.name, type_of(tensor), data)
-        return self._constant_of[digest]

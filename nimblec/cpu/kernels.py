@@ -110,15 +110,7 @@ def build(
     inner = tuple(name for name in made if name in unsized)
     names = _canonical_names(nodes, reads, writes, inner)
 
-    model = ModelProto(ir_version=header.ir_version)
-    model.functions.extend(header.functions)
-    for domain in sorted(set[str]().union(*(_domains(node, header) for node in nodes))):
-        model.opset_import.append(OperatorSetIdProto(domain=domain, version=header.opsets[domain]))
-    model.graph.name = "kernel"
-    for number, node in enumerate(nodes):
-        model.graph.node.append(_canonical_node(node, names))
-        if len(nodes) > 1:
-            model.graph.node[number].name = f"{LABEL}{number}"
+    model = _model_of(nodes, names, header)
     for name in inner:
         value = model.graph.value_info.add(name=names[name])
         if unsized[name]:
@@ -152,6 +144,20 @@ def build(
     )
     built.check(nodes)
     return built
+
+
+def _model_of(nodes: Sequence[NodeProto], names: Mapping[str, str], header: Header) -> ModelProto:
+    """Return a model of these nodes, with canonical names, that declares no values."""
+    model = ModelProto(ir_version=header.ir_version)
+    model.functions.extend(header.functions)
+    for domain in sorted(set[str]().union(*(_domains(node, header) for node in nodes))):
+        model.opset_import.append(OperatorSetIdProto(domain=domain, version=header.opsets[domain]))
+    model.graph.name = "kernel"
+    for number, node in enumerate(nodes):
+        model.graph.node.append(_canonical_node(node, names))
+        if len(nodes) > 1:
+            model.graph.node[number].name = f"{LABEL}{number}"
+    return model
 
 
 def _parameter(position: int, kind: ParameterKind, name: str, tensor_type: TensorType) -> Parameter:

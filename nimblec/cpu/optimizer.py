@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process
@@ -102,7 +102,9 @@ def optimize(model: ModelProto, folder: Path, scratch: Path, rewriting: Rewritin
     if any(node.op_type in SHAPE_ARITHMETIC for node in optimized.graph.node):
         # The basic level adds no fusions that a plain session would lack, without this one: at the full level signed
         # pairs become unsigned after it has merged those of one type.
-        again = Rewriting(without=rewriting.without | {"DoubleQDQPairsRemover"}, approximate=rewriting.approximate)
+        # The Identities between casts have to stay.
+        without = rewriting.without | {"DoubleQDQPairsRemover", "EliminateIdentity"}
+        again = Rewriting(without=without, approximate=rewriting.approximate)
         optimized, more = _optimize(optimized, room, room / "twice", "ORT_ENABLE_BASIC", again)
         rewrites = tuple(dict.fromkeys((*rewrites, *more)))
     canonicalize(optimized.graph, model.graph)
@@ -125,7 +127,7 @@ def _optimize(
     try:
         _save(model, folder, path, level, rewriting)
     except RefusedError as exc:
-        if path.with_name(f"{path.name}.weights").exists():  # it accepted the model and began to save it
+        if _UNWRITTEN.search(str(exc)):
             raise CompileError(f"{path.parent}: ONNX Runtime cannot write its files there: is the disk full?") from exc
         raise OptimizerError(str(refusal(exc, model)), _suspects(log)) from exc
     except ort_process.EndedError as exc:
@@ -135,6 +137,10 @@ def _optimize(
         _tidy_constants(graph)
         _keep_casts(graph)
     return optimized, _rules(name for name, is_changed in _logged(log) if is_changed)
+
+
+_UNWRITTEN = re.compile(r"Failed to write|Protobuf serialization failed")
+"""What ONNX Runtime says where it cannot write the weights, or the rest, of the model that it saves."""
 
 
 def _save(model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting) -> None:
@@ -202,10 +208,26 @@ def _tidy_constants(graph: GraphProto) -> None:
 
 
 def _keep_casts(graph: GraphProto) -> None:
-    """Clear the names for which a session of the saved model would remove casts that a plan has."""
-    for node in graph.node:
-        if node.op_type == "Cast" and node.name.startswith(_REMOVABLE):
-            node.ClearField("name")
+    """Protect the casts of a saved model from the sessions that open it.
+
+    Every session removes a cast that loses digits where the next one is to a type that the first one's type holds
+    (int64 -> float32 -> int8); of several in a row, not all at once. An Identity hides two casts from each other.
+    """
+    types = {
+        node.output[0]: helper.tensor_dtype_to_np_dtype(attribute.i)
+        for node in graph.node
+        if node.op_type == "Cast"
+        for attribute in node.attribute
+        if attribute.name == "to"
+    }
+    for index, node in reversed([*enumerate(graph.node)]):
+        if node.op_type == "Cast":
+            if node.name.startswith(_REMOVABLE):
+                node.ClearField("name")
+            (source,), (made,) = node.input, node.output
+            if source in types and np.can_cast(types[made], types[source]):
+                node.input[0] = f"{made}/source"
+                graph.node.insert(index, helper.make_node("Identity", [source], [node.input[0]]))
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")

@@ -77,7 +77,7 @@ HOSTILE: list[tuple[Callable[[ModelProto], object], str]] = [
     (lambda m: m.graph.value_info[0].ClearField("type"), UNKNOWN),
     (lambda m: declared(m, "o0").ClearField("shape"), UNKNOWN),
     (lambda m: declared(m, "o0").shape.dim[0].ClearField("dim_value"), UNKNOWN),
-    (lambda m: setattr(declared(m, "o0"), "elem_type", TensorProto.STRING), "value 'o0'.dtype: '' is not one that a plan"),
+    (lambda m: setattr(declared(m, "o0"), "elem_type", TensorProto.STRING), "value 'o0'.dtype: '' is not one that"),
     (lambda m: resize(m, "o0", -4, 16), "value 'o0'.shape: .* has a negative dimension"),
     (lambda m: resize(m, "o0", 1 << 30, 1 << 30), "value 'o0'.shape: .* the limit is"),
     (lambda m: m.graph.node[1].output.__setitem__(0, "o0"), "declared values are not those"),

@@ -117,6 +117,25 @@ def test_compile_leaves_out_a_refused_rewrite_behind_a_wrong_one(caplog: pytest.
     assert "runs without DoubleQDQPairsRemover, QDQS8ToU8Transformer" in caplog.text
 
 
+def test_compile_leaves_out_a_rewrite_that_is_refused_when_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """MatMul_BatchNormalization_Fusion removes an output; ONNX Runtime sees it after it has saved model and weights."""
+    model = parse(
+        """<ir_version: 8, opset_import: ["": 15]> g (float[4, 3] x) => (float[4, 100, 1, 1] r, float[4, 100, 1, 1] y) {
+            m = MatMul (x, w)
+            r = Reshape (m, shape)
+            y = BatchNormalization (r, ones, ones, ones, ones)
+        }""",
+        w=np.ones((3, 100), np.float32),
+        shape=np.array([4, 100, 1, 1]),
+        ones=np.ones(100, np.float32),
+    )
+    x = np.random.default_rng(0).standard_normal((4, 3), np.float32)
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        for name, right in zip("ry", unoptimised(model, {"x": x}), strict=True):
+            np.testing.assert_allclose(loaded.run({"x": x})[name], right, rtol=1e-5)
+    assert "runs without MatMul_BatchNormalization_Fusion" in caplog.text
+
+
 def test_compile_leaves_out_a_rewrite_that_crashes() -> None:
     """ONNX Runtime 1.32 transposes within a product of another type than it looks at."""
     model = parse(
@@ -237,6 +256,25 @@ def test_compile_keeps_casts_that_a_session_would_remove() -> None:
     feed = {"x": np.linspace(1, 2, 64, dtype=np.float32)}
     with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
         np.testing.assert_array_equal(loaded.run(feed)["y"], unoptimised(model, feed)[0])
+
+
+def test_compile_keeps_casts_that_a_session_would_join(caplog: pytest.LogCaptureFixture) -> None:
+    """ONNX Runtime removes one of the casts at a time: opened again, it would not round x to float32.
+
+    CenterCropPad, a function with shape arithmetic, makes it optimise the model twice.
+    """
+    model = parse(
+        """<ir_version: 8, opset_import: ["": 18]> g (int64[4] x, float[4] w) => (int32[4] y, float[2] z) {
+            a = Cast <to = 1> (x) b = Cast <to = 7> (a) c = Cast <to = 6> (b) d = Cast <to = 3> (c)
+            y = Cast <to = 6> (d) z = CenterCropPad <axes = [0]> (w, size)
+        }""",
+        size=np.array([2]),
+    )
+    feed = {"x": np.array([-21504471, 18843487, -27306817, 30702667]), "w": np.ones(4, np.float32)}
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        for name, right in zip("yz", unoptimised(model, feed), strict=True):
+            np.testing.assert_array_equal(loaded.run(feed)[name], right)
+    assert "runs without" not in caplog.text
 
 
 def loop(stop: str) -> ModelProto:
