@@ -138,6 +138,8 @@ def test_compile_request_loads_every_field(tmp_path: Path) -> None:
         precision="fp16",
         max_error=1e-3,
         approximate=True,
+        trip_limit=7,
+        bounds=(("output", (4, 2)),),
         print_passes=True,
         refittable=True,
         streams="2",

@@ -37,14 +37,10 @@ POINTER_NBYTES = 8
 _READ_BY_NUMBER = frozenset({"com.microsoft.ExpandDims"})
 """Operators whose constants `onnx_trust` reads as numbers, not as raw bytes."""
 
-_UNROLLED = ": unroll it, or compile for --target cuda, which unrolls it if the number of steps is known"
-_WITHOUT_BODIES = {
-    "If": ": compute both branches before it, and select by Where; if an input chooses one, make it a constant by "
-    "--constant",
-    "Loop": _UNROLLED,
-    "Scan": _UNROLLED,
-}
-"""Advice for a control-flow operator whose body no plan can hold."""
+_ONE_SIZE = (
+    ": give each value in the body one size; if an input chooses a branch, make it a constant by --constant"
+)
+"""Advice for a loop or branch that ONNX Runtime would have to run, since sizes in its body vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +57,7 @@ class NodeKernel:
         kernel = Kernel(module=0, symbol=self.symbol, parameters=self.parameters)
         for problem in onnx_rules.problems(kernel, self.module, Budget(DEFAULT_LIMITS.model_fields)):
             node = next((node for node in nodes if problem.startswith(f"{node.op_type}:")), nodes[0])
-            advice = _WITHOUT_BODIES.get(node.op_type, "") if problem.endswith(onnx_rules.IN_A_BODY) else ""
+            advice = _ONE_SIZE if problem.endswith(onnx_rules.IN_A_BODY) else ""
             if problem.endswith(onnx_rules.UNSIZED):
                 advice = ": cut the model before it"
             raise UnsupportedModelError(

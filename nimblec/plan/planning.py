@@ -129,7 +129,7 @@ def choose_schedule(
     policies "recompute-..."; CompileError where that does not suffice either. Results within joined tasks count as
     well. Tasks are timed one by one, schedules as they are joined.
     """
-    graph = close_gaps(rename_workspaces(_with_scheduled_bodies(graph, join)))
+    graph = close_gaps(rename_workspaces(schedule_bodies(graph, join)))
     dag = dependencies(graph)
     captured = _try("1", graph, serial(dag), join)
     if timer is None:
@@ -172,14 +172,14 @@ def choose_schedule(
     return Part(graph=graph, schedule=schedule, memory=chosen.memory, record=record, notes=notes)
 
 
-def _with_scheduled_bodies(graph: Graph, join: Join) -> Graph:
+def schedule_bodies(graph: Graph, join: Join) -> Graph:
     """Return the graph with each body in its captured order on one stream, and a buffer for its memory.
 
     The body's temporary values lie in that buffer, which the task that runs the body writes.
     """
     bodies = []
     for body in graph.bodies:
-        inner = close_gaps(rename_workspaces(_with_scheduled_bodies(body.graph, join)))
+        inner = close_gaps(rename_workspaces(schedule_bodies(body.graph, join)))
         inner, schedule = join(inner, serial(dependencies(inner)))
         bodies.append(Body(graph=inner, schedule=schedule, memory=layout(inner, schedule)))
     buffers, tasks = list(graph.buffers), []

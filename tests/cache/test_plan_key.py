@@ -34,6 +34,8 @@ CHANGES: dict[str, Any] = {
     "precision": "fp16",
     "max_error": 0.125,
     "approximate": True,
+    "trip_limit": 7,
+    "bounds": (("y", (4,)),),
     "print_passes": True,
     "refittable": True,
     "streams": "max",

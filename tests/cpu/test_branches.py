@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import branches
 from nimblec.onnx_import import model_nodes
-from nimblert.plan import Plan
+from nimblert.plan import Plan, Switch
 
 node = helper.make_node
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -35,7 +35,8 @@ def branch(condition: str, output: str, then: onnx.GraphProto, other: onnx.Graph
 
 
 def symbols(plan: Plan) -> set[str]:
-    return {kernel.symbol for kernel in plan.kernels}
+    switches = {p.ops[c.op].name for p in plan.programs for c in p.commands if isinstance(c, Switch)}
+    return {kernel.symbol for kernel in plan.kernels} | switches
 
 
 def shape_is_two(value: str) -> list[NodeProto]:

@@ -10,18 +10,19 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
-from programs import bare
 
+from nimblec.base.ir import Part
 from nimblec.base.options import InputSpec
 from nimblec.cpu.capture import capture
 from nimblec.cpu.stretches import Joiner
 from nimblec.plan import encoder
-from nimblec.plan.lower import lower, state, weights
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.planning import schedule_bodies
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import maximal, serial
 from nimblert.cpu.backend import CpuBackend, CpuLoaded
-from nimblert.plan import Plan
+from nimblert.plan import Device, Plan, Target
 
 Value = tuple[str, int, Sequence[Any] | None]
 """Name, ONNX element type and shape of an input or output."""
@@ -61,20 +62,11 @@ def floats(name: str, *shape: int | str) -> Value:
 
 def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1, joins: bool = True) -> Plan:
     """The plan of an ONNX file, on one stream, or on as many as it can use (None); ``joins``: nodes form stretches."""
-    graph = capture(path, specs)
-    schedule = (serial if streams == 1 else maximal)(dependencies(graph))
-    if joins:
-        graph, schedule = Joiner().join(graph, schedule)
-    memory = layout(graph, schedule)
-    return bare(
-        lower(graph, schedule, memory),
-        modules=graph.modules,
-        kernels=graph.kernels,
-        weights_nbytes=memory.weights_nbytes,
-        weights=weights(graph, memory),
-        state_nbytes=memory.state_nbytes,
-        state=state(graph, memory),
-    )
+    join = Joiner().join if joins else lambda graph, schedule: (graph, schedule)
+    graph = schedule_bodies(capture(path, specs), join)
+    graph, schedule = join(graph, (serial if streams == 1 else maximal)(dependencies(graph)))
+    provenance = Provenance(target=Target.CPU, device=Device(name="cpu"), versions=())
+    return assemble([Part(graph=graph, schedule=schedule, memory=layout(graph, schedule))], provenance)
 
 
 def backend_of(plan: Plan, *, poison: bool = False) -> CpuBackend:

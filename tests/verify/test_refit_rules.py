@@ -143,7 +143,7 @@ def test_a_run_still_writes_no_weights(plan: Plan) -> None:
     hostile = replace(plan, programs=(replace(program, commands=(*program.commands, filled)),))
     with pytest.raises(PlanInvalidError, match="dst: is in WEIGHTS, which no run changes"):
         nimblert.load(hostile)
-    with pytest.raises(PlanInvalidError, match=r"programs\[0\].role: REFIT, which no command runs"):
+    with pytest.raises(PlanInvalidError, match=r"programs\[0\].role: REFIT, expected ENTRY"):
         nimblert.load(replace(hostile, programs=(replace(hostile.programs[0], role=Role.REFIT),)))
 
 

@@ -119,7 +119,7 @@ CUDA_MISTAKES = [
             "programs[1].inputs: have the shapes of programs[0], which is of the same entry",
         ],
     ),
-    (program(role=Role.BODY), ["programs[0].role: BODY, which no command runs"]),
+    (program(role=Role.BODY), ["programs[0].role: BODY, expected ENTRY"]),
     (
         program(profile=(("batch", 1), ("batch", 2))),
         ["programs[0].profile: ['batch', 'batch'], expected a name for each dimension, no two the same"],
