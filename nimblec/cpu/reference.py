@@ -27,8 +27,14 @@ SEED = 0
 """Of the inputs of golden records."""
 
 
-_MOST_TRIPS = 50
-"""The largest integer drawn for a model with a loop."""
+_COUNTING = frozenset({
+    "BlackmanWindow", "ConstantOfShape", "Expand", "HammingWindow", "HannWindow", "Loop", "MelWeightMatrix", "Pad",
+    "Range", "Tile",
+})  # fmt: skip
+"""Operators for which an integer may be a size or a number of trips."""
+
+_MOST_COUNTED, _FEW = 50, 8
+"""The largest integer drawn for an input of a few elements where such an operator may read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +121,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
     """Yield inputs that tell models apart, those of the golden record first.
 
     The others are examples, integers and floats of both signs that are small, large and whole, zeros, and numbers next
-    to zero. Integers stay within their range, and are small where one may be the number of trips of a loop.
+    to zero. Integers stay within their range, and are small where one may be a size or the number of trips of a loop.
     """
     inputs = [(t, numpy_dtype(t.dtype), static_shape(t)) for t in model.inputs]
     first = {
@@ -127,7 +133,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
     given = {t.name: arrays[t.name] for t, _, shape in inputs if t.name in arrays and arrays[t.name].shape == shape}
     if given:
         yield {**first, **given}
-    most = _MOST_TRIPS if any(node.op_type == "Loop" for node in model_nodes.nodes(model.proto.graph)) else 2**62
+    counts = any(node.op_type in _COUNTING for node in model_nodes.nodes(model.proto.graph))
     random = np.random.default_rng(SEED)
     normal = {t.name: random.standard_normal(shape) for t, _, shape in inputs}
     for integers, floats in (
@@ -142,6 +148,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
             drawn: np.ndarray = (integers if dtype.kind in "iu" else floats)(normal[t.name])
             if dtype.kind in "iu":
                 low, high = model.ranges.get(t.name, (np.iinfo(dtype).min, np.iinfo(dtype).max))
+                most = _MOST_COUNTED if counts and drawn.size <= _FEW else 2**62
                 drawn = np.clip(drawn, float(low), float(min(high, most)))
             feed[t.name] = np.asarray(drawn > 0 if dtype.kind == "b" else drawn).astype(dtype)
         yield feed
