@@ -1,51 +1,16 @@
 """Loops and branches of ONNX run their bodies as programs of the plan."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
-import onnx.parser
-import onnxruntime
 import pytest
-from numpy.typing import ArrayLike
-from onnx import ModelProto, numpy_helper
+from onnx import ModelProto
+from parsed_models import check, compiled, normal, parse
 
-import nimblec
 import nimblert
 from nimblec.inspect.verification import Result, verify
 from nimblert.errors import InputError
-from nimblert.plan import Launch, Plan, Switch, While
-
-Feed = dict[str, np.ndarray]
-
-
-def parse(text: str, **constants: ArrayLike) -> ModelProto:
-    header = '<ir_version: 10, opset_import: ["": 20]> g '
-    model = onnx.parser.parse_model(header + text)
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items())
-    return model
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def compiled(model: ModelProto, **options: Any) -> Plan:
-    return nimblec.compile(model, target="cpu", plan_cache=None, reproducible=True, **options)
-
-
-def check(model: ModelProto, feeds: Sequence[Feed], **options: Any) -> Plan:
-    """Compile a model, and compare its plan with ONNX Runtime on each of ``feeds``."""
-    plan = compiled(model, **options)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    with nimblert.load(plan) as executable:
-        for feed in feeds:
-            for wanted, got in zip(session.run(None, feed), executable.run(feed).values(), strict=True):
-                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    return plan
-
+from nimblert.plan import Launch, Switch, While
 
 COUNTED = """(int64 n, float[4] x) => (float[4] y) {
     y = Loop (n, , x) <body = body (int64 i, bool c, float[4] v) => (bool go, float[4] w) {

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import onnx.parser
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import ArrayLike
 from onnx import ModelProto, TensorProto, helper, numpy_helper
+from parsed_models import Feed, check, compiled, normal, parse
 from torch import nn
 
-import nimblec
 import nimblert
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.inspect.verification import Result, verify
@@ -22,35 +21,6 @@ from nimblec.plan import encoder
 from nimblert.check import verify as rules
 from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import Crop, Fit, Plan, Pointer, Region, Weight
-
-Feed = Mapping[str, np.ndarray]
-
-
-def parse(text: str, opset: int = 20, **constants: ArrayLike) -> ModelProto:
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> g {text}')
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items())
-    return model
-
-
-def compiled(model: Any, *args: Any, **options: Any) -> Plan:
-    return nimblec.compile(model, *args, target="cpu", plan_cache=None, reproducible=True, **options)
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def check(model: ModelProto, feeds: Sequence[Feed], **options: Any) -> Plan:
-    """Compile a model, and compare its plan with ONNX Runtime on each of ``feeds``."""
-    plan = compiled(model, **options)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    with nimblert.load(plan) as executable:
-        for feed in feeds:
-            for wanted, got in zip(session.run(None, feed), executable.run(feed).values(), strict=True):
-                assert got.dtype == wanted.dtype
-                np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-    return plan
-
 
 NONE, SOME, ALL = (np.array(row, np.float32) for row in ([0, 0, 0, 0], [0, 1, 0, 2], [3, 1, 2, 4]))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from programs import bare, planned
 
 from nimblec.plan import encoder
 from nimblert import load
@@ -13,7 +14,6 @@ from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Access,
     Command,
-    Device,
     Memcpy,
     Memset,
     Op,
@@ -45,17 +45,13 @@ def fill(offset: int, nbytes: int, value: int = 0, region: Region = Region.ARENA
 def program(name: str, *commands: Command, role: Role = Role.BODY) -> Program:
     is_entry = role is Role.ENTRY
     output = Tensor(name="y", dtype="uint8", shape=(8,), strides=(1,), pointer=at(0, Region.OUTPUT))
-    return Program(
+    return planned(
+        *commands,
         name=name,
-        inputs=(),
         outputs=(output,) if is_entry else (),
-        input_nbytes=(),
         output_nbytes=(8,) if is_entry else (),
         arena_nbytes=64 if is_entry else 0,
-        stream_count=1,
-        event_count=0,
         ops=(Op(name="op", source="model"),),
-        commands=commands,
         role=role,
     )
 
@@ -63,18 +59,8 @@ def program(name: str, *commands: Command, role: Role = Role.BODY) -> Program:
 LOOP = While(stream=0, op=0, condition=at(0), body=0, limit=9, reads=(whole(0, 1),), writes=(whole(0, 1), whole(8, 8)))
 BRANCH = Switch(stream=0, op=0, index=at(8), bodies=(1, 2), reads=(whole(8, 1),), writes=(whole(16, 8),))
 COPY = Memcpy(stream=0, op=0, dst=at(0, Region.OUTPUT), src=at(16), nbytes=8)
-PLAN = Plan(
-    producer="test",
-    versions=(),
-    target=Target.CPU,
-    device=Device(name="cpu"),
-    modules=(),
-    kernels=(),
-    weights_nbytes=0,
-    weights=(),
-    state_nbytes=0,
-    state=(),
-    programs=(program("main", fill(0, 1, 1), fill(8, 8, 1), LOOP, BRANCH, COPY, role=Role.ENTRY),),
+PLAN = bare(
+    program("main", fill(0, 1, 1), fill(8, 8, 1), LOOP, BRANCH, COPY, role=Role.ENTRY),
     bodies=(
         program("loop", fill(8, 8, 0), fill(0, 1, 0)),
         program("else", fill(16, 8, 5)),
