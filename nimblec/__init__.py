@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Never
 
 from nimblec.base.errors import ArgumentError, CompileError, TraceError, UnsupportedModelError
 from nimblec.base.installation import VERSION
-from nimblec.base.options import OWN_PLAN_CACHE, OWN_TIMING_CACHE, InputSpec, Precision, TargetChoice, read_options
+from nimblec.base.options import (
+    DEFAULT_TRIP_LIMIT,
+    OWN_PLAN_CACHE,
+    OWN_TIMING_CACHE,
+    InputSpec,
+    Precision,
+    TargetChoice,
+    read_options,
+)
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -77,7 +85,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     precision: Precision = "keep",
     max_error: float | None = None,
     approximate: bool = False,
-    trip_limit: int = 1 << 20,
+    trip_limit: int = DEFAULT_TRIP_LIMIT,
     bounds: "Mapping[str, int | str | Sequence[int]] | None" = None,
     print_passes: bool = False,
     refittable: bool = False,

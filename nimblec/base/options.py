@@ -27,6 +27,9 @@ Level: TypeAlias = Literal[0, 1, 2]
 DEFAULT_LEVEL = 1
 """The default level of optimisation of a CUDA plan."""
 
+DEFAULT_TRIP_LIMIT = 1 << 20
+"""The most trips of a loop whose number of trips the model leaves open."""
+
 MOST_PROFILES = 128
 """Each is a program of the plan, which is compiled and timed separately."""
 
@@ -91,7 +94,7 @@ class Options:
     precision: Precision = "keep"
     max_error: float | None = None
     approximate: bool = False
-    trip_limit: int = 1 << 20
+    trip_limit: int = DEFAULT_TRIP_LIMIT
     bounds: tuple[tuple[str, tuple[int, ...]], ...] = ()
     print_passes: bool = False
     refittable: bool = False

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import click
 
-from nimblec.base.options import DEFAULT_LEVEL, Precision, TargetChoice, read_options
+from nimblec.base.options import DEFAULT_LEVEL, DEFAULT_TRIP_LIMIT, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
@@ -109,7 +109,7 @@ from nimblert.plan.records import DEFAULT_LIMITS
 @click.option(
     "--trip-limit",
     type=click.IntRange(1, DEFAULT_LIMITS.trips),
-    default=1 << 20,
+    default=DEFAULT_TRIP_LIMIT,
     show_default=True,
     metavar="N",
     help="CPU target. The most trips of a loop whose number of trips the model leaves open; a call that needs more "

@@ -33,7 +33,7 @@ from nimblec.base.ir import (
     Task,
     TensorView,
 )
-from nimblec.base.options import InputSpec, NamedInput
+from nimblec.base.options import DEFAULT_TRIP_LIMIT, InputSpec, NamedInput
 from nimblec.base.places import Phase
 from nimblec.cpu import control, kernels, values
 from nimblec.cpu.branches import take_branches
@@ -125,7 +125,7 @@ def graph_of(
     state: Sequence[ModelState] = (),
     weights: Collection[str] = (),
     sources: Mapping[str, str] | None = None,
-    trip_limit: int = 1 << 20,
+    trip_limit: int = DEFAULT_TRIP_LIMIT,
     bounds: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Graph:
     """Return the Graph of an optimised model. ``weights`` are the constants that the optimiser left as they were.

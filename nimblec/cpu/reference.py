@@ -8,6 +8,7 @@ import numpy as np
 from onnx import ModelProto
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
+from nimblec.base.options import DEFAULT_TRIP_LIMIT
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
 from nimblec.cpu.optimizer import refusal
@@ -53,7 +54,7 @@ class ReferenceModel:
     state: tuple[ModelState, ...] = ()
     ranges: Ranges = field(default_factory=dict)
     examples: Arrays = field(default_factory=dict)
-    trip_limit: int = 1 << 20
+    trip_limit: int = DEFAULT_TRIP_LIMIT
     bounds: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
