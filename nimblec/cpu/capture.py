@@ -368,8 +368,9 @@ class _Builder:
                 self._types[before.output[0]] = TensorType(dtype="bool", shape=loop.start_shape)
                 self._add_kernel(before)
             values = zip(loop.carried, loop.body.slots, strict=True)
-            slots = [self._carry(carried, slot.type) for carried, slot in values]
-            byte = slots[0]
+            (start, _), *others = values
+            byte = self._memory.of(start.first)  # of the nodes before the loop, and read by it alone
+            slots = [byte, *(self._carry(carried, slot.type) for carried, slot in others)]
         captured = [tuple(map(self._memory.of, body.captured)) for body in found.bodies]
         calls = tuple(
             BodyCall(body=len(self._bodies) + i, buffers=(*slots, *buffers)) for i, buffers in enumerate(captured)
@@ -396,10 +397,8 @@ class _Builder:
             buffer = self._memory.of(self._placement.places[name])
         elif name and self._is_handed_over(name, carried.first):
             buffer = self._memory.of_value[name] = self._memory.of(carried.first)
-        elif not carried.first or name or carried.first in self._constants:
-            buffer = self._add_result(name, tensor_type)
         else:
-            return self._memory.of(carried.first)
+            buffer = self._add_result(name, tensor_type)
         if not carried.first:
             whole = self._memory.whole(buffer)
             self._ops.append(Op(name="zeros", source=name))
