@@ -41,7 +41,8 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 2 on an error, which is one sentence on standard error; 130 after Ctrl-C.
+    Exit status: 0 on success; 1 where `diff` finds a difference; 2 on an error, which is one sentence on standard
+    error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())

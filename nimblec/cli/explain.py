@@ -77,8 +77,8 @@ def _time(plan: Plan, program: Program, times: Timeline) -> Iterator[str]:
     path = _count(len(times.critical_path), "command")
     if not times.measured:
         yield (
-            f"Its critical path has {path}, one after another. The plan records no times (--reproducible), so what takes "
-            "long is not known: `nimblec bench --profile` measures it."
+            f"Its critical path has {path}, one after another. The plan records no times (--reproducible), so what "
+            "takes long is not known: `nimblec bench --profile` measures it."
         )
         return
     at_once = times.work_ns / times.duration_ns

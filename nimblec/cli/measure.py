@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The seconds of each run, in any thread (``latencies``), and of the whole measurement (``seconds``)."""

@@ -50,7 +50,9 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "kernels": kernels_by_origin(plan),
         "regions": {"weights": plan.weights_nbytes, "state": plan.state_nbytes},
         "weights": [_weight(weight) for weight in plan.weights],
-        "state": [{**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)],
+        "state": [
+            {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
+        ],
         "programs": [_program(plan, program) for program in plan.programs],
         "refits": [_refit(refit) for refit in plan.refits],
     }

@@ -279,7 +279,7 @@ def _moved(name: str, before: Program, after: Program) -> Iterator[Change]:
         return
     differ = sum(_bare(a) != _bare(b) for a, b in zip(before.commands, after.commands, strict=True))
     if differ:
-        note = f"{differ} with another stream, other places in memory or other parameters"
+        note = f"{differ} with another stream, other places or sizes in memory, or other parameters"
         yield Change(section=Section.SCHEDULE, what="commands", before=count, after=count, program=name, note=note)
 
 
