@@ -108,7 +108,7 @@ def _slowest(plan: Plan, program: Program, times: Timeline) -> Table:
     reached = [*accumulate(span.duration_ns for span in ranked)]
     half = next(i for i, total in enumerate(reached, 1) if total >= times.work_ns / 2)
     right = ("command", "time", "share", "GB/s")
-    title = f"Commands, the slowest first; {half} of {len(ranked)} take half of the time"
+    title = f"Commands, the slowest first; half of the time is in {half} of {len(ranked)}"
     made = table(title, "command", "kind", "source", "kernel", *right[1:], "path", right=right)
     critical = {times.spans[index].command for index in times.critical_path}
     for span in ranked[:_SLOWEST]:
@@ -137,7 +137,8 @@ def _memory(plan: Plan, program: Program, file_nbytes: int) -> Iterator[str]:
     largest = max(plan.weights, key=lambda weight: weight.data.nbytes, default=None)
     named = f", the largest {largest.name!r} with {nbytes_text(largest.data.nbytes)}" if largest else ""
     yield f"File: {size['file']}, of which weights are {size['weights']}{named}, and code {size['code']}."
-    bound = program.schedule.arena_lower_bound_nbytes if program.schedule else 0
+    is_largest = program.arena_nbytes == plan.arena_nbytes
+    bound = program.schedule.arena_lower_bound_nbytes if program.schedule and is_largest else 0
     above = f" ({program.arena_nbytes / bound - 1:.0%} above what is live at once)" if bound else ""
     transfers = nbytes_text(sum((*program.input_nbytes, *program.output_nbytes)))
     yield (
