@@ -95,7 +95,8 @@ def _time(plan: Plan, program: Program, times: Timeline) -> Iterator[str]:
             f"{_us(more)} ({more / run_ns:.0%}) go into starting commands, events and streams that slow each other down"
         )
         yield f"A whole run took {_us(run_ns)}: {cost if more > 0 else 'starting commands costs nothing that shows'}."
-    short = [s.duration_ns for s in times.spans if s.duration_ns < _START_NS and isinstance(s.work, Launch)]
+    launches = [work.duration_ns for _, work in program.work if isinstance(work, Launch)]
+    short = [duration for duration in launches if 0 < duration < _START_NS]
     if plan.target is Target.CUDA and short:
         share = f"{sum(short) / times.work_ns:.0%} of the work"
         yield f"Launches of less than {_us(_START_NS)}, which mostly start and end: {len(short)}, {share}."
