@@ -355,11 +355,11 @@ function find(canvas, { offsetX, offsetY }) {
 
 function tip(found, event) {
   const use = (item) => `${item.id}: ${item.kind} ${item.source}`;
-  $("tip").hidden = !found;
-  if (!found) return;
-  $("tip").textContent = found.first
-    ? `${bytes(found.nbytes)} at offset ${count(found.offset)}\nwritten by ${use(found.first)}\nin use until ${use(found.last)}`
-    : `${found.id}: ${found.kind}  ${time(found.duration)}\n${found.source}\n${found.label.slice(0, 200)}`;
+  if (($("tip").hidden = !found)) return;
+  const lines = found.first
+    ? [`${bytes(found.nbytes)} at ${count(found.offset)}`, `from ${use(found.first)}`, `until ${use(found.last)}`]
+    : [`${found.id}: ${found.kind}  ${time(found.duration)}`, found.source, found.label.slice(0, 200)];
+  $("tip").textContent = lines.filter(Boolean).join("\n");
   $("tip").style.left = `${Math.min(event.clientX + 14, innerWidth - $("tip").offsetWidth - 8)}px`;
   $("tip").style.top = `${Math.min(event.clientY + 16, innerHeight - $("tip").offsetHeight - 8)}px`;
 }
@@ -522,7 +522,7 @@ function commandsTable() {
     numbers("start", (row) => row.start, time), taken(most(items, "duration")),
     numbers("share", (row) => row.share, share, null, 72), ...floors,
     column("op", (row) => row.op, "mono", 230), column("source", (row) => row.source, "mono"),
-    column("origin", (row) => row.origin, "", 116), column("kernel", (row) => row.label, "mono"),
+    column("origin", (row) => row.origin, "", 150), column("kernel", (row) => row.label, "mono"),
   ], rows, select);
 }
 
@@ -540,7 +540,7 @@ function kernelsTable() {
   }
   const list = [...found.values()].sort((a, b) => b.duration - a.duration);
   return makeTable([
-    column("kernel", (row) => row.symbol, "mono"), column("origin", (row) => row.origin, "", 116),
+    column("kernel", (row) => row.symbol, "mono"), column("origin", (row) => row.origin, "", 150),
     numbers("launches", (row) => row.launches), taken(most(list, "duration")), numbers("share", (row) => row.share, share),
     numbers("mean", (row) => row.duration / row.launches, time), ...floors, numbers("module", (row) => row.nbytes, bytes),
   ], list, (row) => search(row.symbol));
@@ -572,8 +572,8 @@ function tuning() {
   return [
     list([
       ["kept", `${policy}: ${plural(streams, "stream")}, ${plural(syncs, "wait")} of one stream for another`],
-      ["concurrency", `${plural(antichain.length, "command")} at most; all of it takes ${plural(fewest_syncs, "wait")}`],
-      ["arena", `${bytes(arena)}${bound ? `, ${share(arena / bound - 1)} above what is live at the same time` : ""}`],
+      ["concurrency", `at most ${plural(antichain.length, "command")} at a time; all of it takes ${plural(fewest_syncs, "wait")}`],
+      ["arena", `${bytes(arena)}${bound ? `, ${share(arena / bound - 1)} above what is live at a time` : ""}`],
     ]),
     makeTable([
       column("schedule that tuning tried", (row) => row.policy + (row.policy === policy ? " (kept)" : "")),
