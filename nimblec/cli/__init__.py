@@ -1,4 +1,4 @@
-"""The command line: compile | run | bench | inspect | verify. It parses, calls and prints."""
+"""The command line: compile | run | bench | inspect | verify | sign. It parses, calls and prints."""
 
 import os
 import signal
@@ -16,6 +16,7 @@ from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.cli.run import run_plan
+from nimblec.cli.sign import sign_plan
 from nimblec.cli.verify import verify_plan
 
 
@@ -45,7 +46,7 @@ def cli(ctx: click.Context) -> None:
         echo_lines(ctx.get_help())
 
 
-for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan):
+for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan, sign_plan):
     cli.add_command(command)
 
 

@@ -15,6 +15,7 @@ from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidErr
 from nimblert.executable import load
 from nimblert.golden import Verdict
 from nimblert.plan import Plan, Program, Target
+from nimblert.plan.signatures import Trust
 
 CPU_ROUNDING = 1e-4
 """ONNX Runtime chooses its kernels by the CPU's instruction set, so another CPU may round otherwise."""
@@ -37,13 +38,14 @@ class Check:
     sentences: tuple[str, ...]
 
 
-def verify(path: Path) -> Iterator[Check]:
+def verify(path: Path, trust: Trust | None = None) -> Iterator[Check]:
     """Check a plan file: first without running it, then by its golden record if this machine can run it.
 
-    Stops at a failure that makes later checks meaningless. Raises PlanError if the file cannot be read.
+    Stops at a failure that makes later checks meaningless. Raises PlanError if the file cannot be read,
+    PlanSignatureError if no key of ``trust`` has signed it.
     """
     try:
-        plan = read_plan(path)
+        plan = read_plan(path, trust=trust)
     except PlanInvalidError as exc:
         yield _passed("format", "decodes, undamaged")
         yield Check(name="rules", result=Result.FAILED, sentences=exc.problems)
@@ -51,6 +53,8 @@ def verify(path: Path) -> Iterator[Check]:
     except PlanFormatError as exc:
         yield Check(name="format", result=Result.FAILED, sentences=(str(exc),))
         return
+    if trust is not None:
+        yield _passed("signature", "a trusted key has signed the file")
     yield _passed("format", "decodes, undamaged")
     yield _passed("rules", "references, bounds and launch limits are in order")
     yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered, also between buffers that share memory")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nimblert.cpu.streams import Threads
     from nimblert.cuda import driver
     from nimblert.plan.container import Source
+    from nimblert.plan.signatures import FileOrBytes, Trust
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
@@ -184,6 +185,8 @@ def load(
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
+    trusted_keys: "Sequence[FileOrBytes] | None" = None,
+    signature: "FileOrBytes | None" = None,
 ) -> Executable:
     """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
 
@@ -201,17 +204,24 @@ def load(
     - ``warm``: load every program now, instead of each on its first call (`Context.warm`).
     - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
       for it.
+    - ``trusted_keys``: public Ed25519 keys in OpenSSH or PEM form, by path or as bytes. Unless one of them has signed
+      the file (`nimblec sign`), it is refused before anything of it is parsed. It is read into memory, as with
+      ``copy``. ``signature`` is the signature's file or bytes, by default the file PLAN.sig.
 
     Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
-    ``limits``; DeviceMismatchError where this machine cannot run it; CudaError where a call of CUDA fails, as for lack
-    of memory; and InputError for an invalid argument.
+    ``limits``, and its subclass PlanSignatureError for a file that no trusted key has signed; DeviceMismatchError where
+    this machine cannot run it; CudaError where a call of CUDA fails, as for lack of memory; and InputError for an
+    invalid argument.
     """
     make = partial(_executable, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
+    trust = _trust(trusted_keys, signature)
     if isinstance(plan, Plan):
+        if trust is not None:
+            raise InputError("trusted_keys: the plan is a Plan, which was parsed before: give its file, or its bytes")
         return make(checked(plan, program, limits))
     from nimblert.plan import container
 
-    image, path = container.open_image(plan, copy=copy), container.name(plan)
+    image, path = container.open_image(plan, copy=copy, trust=trust), container.name(plan)
     decoded = container.decoded(image, path)
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
@@ -232,6 +242,14 @@ def load(
             raise
         _, selected = checks
         return make(selected)
+
+
+def _trust(trusted_keys: "Sequence[FileOrBytes] | None", signature: "FileOrBytes | None") -> "Trust | None":
+    if trusted_keys is None and signature is None:
+        return None
+    from nimblert.plan.signatures import Trust
+
+    return Trust(() if trusted_keys is None else trusted_keys, signature)
 
 
 def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:

@@ -45,6 +45,7 @@ from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from nimblert.check.cpu_rules import Nodes
+    from nimblert.plan.signatures import Trust
 import copyreg
 from collections.abc import Callable
 
@@ -398,15 +399,21 @@ def _policy_problems(policy: str) -> Iterator[str]:
 
 
 def read_plan(
-    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
+    source: Source,
+    *,
+    check_digest: bool = True,
+    copy: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+    trust: "Trust | None" = None,
 ) -> Plan:
-    """Return the plan in a file, or in the bytes of one, checked against ``limits``; see `open_image` for ``copy``.
+    """Return the plan in a file, or in the bytes of one, checked against ``limits``.
 
-    Raises PlanError where there is no such file; PlanFormatError where it is not a plan, truncated, altered (noticed
-    only with ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where
-    ``source`` is neither a path nor bytes.
+    See `open_image` for ``copy`` and ``trust``. Raises PlanError where there is no such file; PlanSignatureError where
+    no trusted key has signed it; PlanFormatError where it is not a plan, truncated, altered (noticed only with
+    ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where ``source`` is
+    neither a path nor bytes.
     """
-    image = container.open_image(source, copy=copy)
+    image = container.open_image(source, copy=copy, trust=trust)
     if check_digest:
         container.verify_digest(image, container.name(source))
     return parse_plan(image, container.name(source), limits)

@@ -6,12 +6,15 @@ import os
 import stat
 import weakref
 from io import BufferedReader
-from typing import BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from nimblert.errors import InputError, PlanError, PlanFormatError
 from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
+
+if TYPE_CHECKING:
+    from nimblert.plan.signatures import Trust
 
 Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
 """A plan file, by its path or by its bytes."""
@@ -37,14 +40,16 @@ def name(source: Source) -> str:
     return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
 
 
-def open_image(source: Source, *, copy: bool = False) -> memoryview:
+def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = None) -> memoryview:
     """Return the bytes of a plan file, read-only, after a check of its identifier and length.
 
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
     truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
     safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
-    copied.
+    copied. So are all bytes where ``trust`` names keys, of which one must have signed them: those that are verified are
+    those that are then parsed and run.
     """
+    copy = copy or trust is not None
     if isinstance(source, bytes | bytearray | memoryview):
         view = memoryview(source)
         image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
@@ -55,6 +60,10 @@ def open_image(source: Source, *, copy: bool = False) -> memoryview:
             f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
             f" (nimblec.compile makes one of a model)"
         )
+    if trust is not None:
+        from nimblert.plan import signatures  # most plans are loaded without
+
+        signatures.verify(image, name(source) if isinstance(source, str | os.PathLike) else None, trust)
     check_frame(image, name(source))
     return image
 
