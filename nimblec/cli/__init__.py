@@ -1,4 +1,4 @@
-"""The command line: compile | run | bench | inspect | verify | sign. It parses, calls and prints."""
+"""The command line: compile | run | bench | inspect | verify | sign | doctor. It parses, calls and prints."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ from nimblec.cli.bench import bench_plan
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
+from nimblec.cli.doctor import examine_installation
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.cli.run import run_plan
@@ -46,7 +47,7 @@ def cli(ctx: click.Context) -> None:
         echo_lines(ctx.get_help())
 
 
-for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan, sign_plan):
+for command in (compile_model, run_plan, bench_plan, inspect_plan, verify_plan, sign_plan, examine_installation):
     cli.add_command(command)
 
 
