@@ -8,7 +8,7 @@ import click
 from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
-from nimblec.inspect import dot, inspection, trace
+from nimblec.inspect import dot, inspection, sbom, trace
 from nimblert.check.verify import read_plan
 from nimblert.plan.files import replacing
 
@@ -16,6 +16,7 @@ from nimblert.plan.files import replacing
 @click.command("inspect", cls=Command, short_help="Show what PLAN holds.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--sbom", "as_sbom", is_flag=True, help="Print a bill of materials, CycloneDX 1.5 JSON, instead.")
 @click.option("--timeline", "as_timeline", is_flag=True, help="Draw the streams in the terminal instead.")
 @click.option(
     "--chrome-trace",
@@ -31,7 +32,9 @@ from nimblert.plan.files import replacing
     metavar="FILE",
     help="Write the graph of the commands for Graphviz.",
 )
-def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None) -> None:
+def inspect_plan(
+    plan: Path, as_json: bool, as_sbom: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None
+) -> None:
     """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
 
     Works on any machine, whatever the plan was made for. The timeline, the trace and the critical
@@ -41,10 +44,13 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
     Examples:
       nimblec inspect model.plan
       nimblec inspect model.plan --json | jq .sizes
+      nimblec inspect model.plan --sbom > model.cdx.json
       nimblec inspect model.plan --timeline
       nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
     """
     refuse_both("--json", "--timeline", given=as_json and as_timeline)
+    refuse_both("--json", "--sbom", given=as_json and as_sbom)
+    refuse_both("--sbom", "--timeline", given=as_sbom and as_timeline)
     files = [path for path in (trace_file, dot_file) if path is not None]
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
@@ -53,6 +59,8 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
     if as_json:
         facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
         echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+    elif as_sbom:
+        echo_lines(json.dumps(sbom.bill_of_materials(opened, plan.name), indent=2, ensure_ascii=False))
     elif as_timeline:
         console = report.SafeConsole()
         for program in opened.programs:
@@ -63,9 +71,9 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
         for table in (*report.inspected(facts), *layer_tables.tables(facts)):
             console.print(table)
     if trace_file is not None:
-        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)
+        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json or as_sbom)
     if dot_file is not None:
-        _write_text(dot_file, dot.dot(opened), quiet=as_json)
+        _write_text(dot_file, dot.dot(opened), quiet=as_json or as_sbom)
 
 
 def _write_text(path: Path, text: str, *, quiet: bool) -> None:
