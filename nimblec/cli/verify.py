@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from nimblec.cli import arguments
+from nimblec.cli import arguments, loading
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo
 from nimblec.inspect import verification
@@ -61,6 +61,7 @@ from nimblert.plan.signatures import Trust
     metavar="S",
     help="With --against: the seed of the inputs.  [default: 0]",
 )
+@loading.weights_option
 def verify_plan(
     plan: Path,
     trusted_keys: tuple[Path, ...],
@@ -71,6 +72,7 @@ def verify_plan(
     entry: str | None,
     per_node: bool,
     seed: int | None,
+    weights: Path | None,
 ) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
@@ -98,7 +100,7 @@ def verify_plan(
     if signature is not None and not trusted_keys:
         raise click.UsageError("--signature needs --trusted-key KEY.pub.")
     trust = Trust(trusted_keys, signature) if trusted_keys else None
-    checks = verification.verify(plan, trust)
+    checks = verification.verify(plan, trust, weights)
     if model is not None:
         from nimblec.inspect import against  # brings in onnx and ONNX Runtime
 
@@ -111,7 +113,7 @@ def verify_plan(
             per_node=per_node,
             seed=seed or 0,
         )
-        checks = chain(checks, against.compare(plan, wanted, trust))
+        checks = chain(checks, against.compare(plan, wanted, trust, weights))
     elif constants or per_node or tolerance is not None or seed is not None or entry is not None:
         raise click.UsageError("--constant, --tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
     failed = []

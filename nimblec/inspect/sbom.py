@@ -73,21 +73,25 @@ def _module(index: int, module: Module) -> Json:
 
 
 def _tensors(kind: str, tensors: Sequence[Weight]) -> Json:
-    """Return a component for all weights, or for the state, that holds one for each tensor."""
+    """Return a component for all weights, or for the state, that holds one for each tensor.
+
+    A stripped plan has the digests of each tensor alone.
+    """
     whole = sha256()
     for tensor in tensors:
         whole.update(tensor.data)
+    is_here = not any(tensor.sha256 for tensor in tensors)
     return {
         "type": "data",
         "bom-ref": kind,
         "name": kind,
-        "hashes": _hashes(whole.hexdigest()),
+        **({"hashes": _hashes(whole.hexdigest())} if is_here else {}),
         "components": [
             {
                 "type": "data",
                 "bom-ref": f"{kind}[{index}]",
                 "name": tensor.name,
-                "hashes": _hashes(sha256(tensor.data).hexdigest()),
+                "hashes": _hashes((tensor.sha256 or sha256(tensor.data).digest()).hex()),
                 "properties": _properties({"dtype": tensor.dtype, "shape": "x".join(map(str, tensor.shape))}),
             }
             for index, tensor in enumerate(tensors)

@@ -14,7 +14,7 @@ import numpy as np
 
 from nimblert.arrays.layouts import is_dense
 from nimblert.check import bounds, program_rules
-from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
+from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, extent_problems, region_sizes, under
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Candidate,
@@ -41,7 +41,7 @@ from nimblert.plan import (
     Work,
 )
 from nimblert.plan.pieces import SIZE_NBYTES
-from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits, dense_nbytes
 
 if TYPE_CHECKING:
     from nimblert.check.cpu_rules import Nodes
@@ -55,6 +55,8 @@ from nimblert.plan.container import Source
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
 MAX_POLICY_LENGTH = 64
+
+_SHA256_NBYTES = 32
 
 _MOST_SENTENCES = 1 << 16
 """A plan may break each rule a million times."""
@@ -147,11 +149,14 @@ def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, 
     for i, weight in enumerate(weights):
         yield from under(f"{path}[{i}]", array_problems(weight.dtype, weight.shape, limits.tensor_nbytes))
         nbytes = dense_nbytes(weight.dtype, weight.shape)
-        if weight.data.nbytes != nbytes or not weight.data.c_contiguous:
+        if weight.sha256:
+            if len(weight.sha256) != _SHA256_NBYTES or weight.data.nbytes:
+                yield f"{path}[{i}].sha256: {len(weight.sha256)} bytes, expected 32, and no data beside it"
+        elif weight.data.nbytes != nbytes or not weight.data.c_contiguous:
             yield f"{path}[{i}].data: {weight.data.nbytes} bytes, expected {nbytes}, contiguous"
         if weight.offset < end:
             yield f"{path}[{i}].offset: {weight.offset} lies in the tensor before it, which ends at {end}"
-        end = max(end, weight.offset + weight.data.nbytes)
+        end = max(end, weight.offset + weight.nbytes)
         if end > region_nbytes:
             yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
 

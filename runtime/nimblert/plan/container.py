@@ -54,7 +54,7 @@ def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = No
         view = memoryview(source)
         image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
     elif isinstance(source, str | os.PathLike):
-        image = _open_file(source, copy=copy)
+        image = read_file(source, "a plan file", copy=copy)
     else:
         raise InputError(
             f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
@@ -95,10 +95,14 @@ def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
     return found or _mapped_files.setdefault(key, Mapped(file.fileno(), nbytes, access=mmap.ACCESS_READ))
 
 
-def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
+def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryview:
+    """Return the bytes of a file, mapped, or read with ``copy``; ``what`` it should be is for messages.
+
+    Raises PlanError where there is no such regular file, or an empty one.
+    """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
-            nbytes = _file_nbytes(file, path)
+            nbytes = _file_nbytes(file, path, what)
             if not copy:
                 return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
@@ -108,7 +112,7 @@ def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
     except FileNotFoundError as exc:
         raise PlanError(f"{name(path)}: no such file") from exc
     except IsADirectoryError as exc:
-        raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
+        raise PlanError(f"{name(path)}: is a directory, expected {what}") from exc
     except OSError as exc:
         raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a null character in the path, more than can be mapped
@@ -120,12 +124,12 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
+def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str], what: str) -> int:
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
-        raise PlanError(f"{name(path)}: is not a regular file, expected a plan file")
+        raise PlanError(f"{name(path)}: is not a regular file, expected {what}")
     if status.st_size == 0:
-        raise PlanFormatError(f"{name(path)}: is empty, expected a plan file")
+        raise PlanFormatError(f"{name(path)}: is empty, expected {what}")
     return status.st_size
 
 
