@@ -145,6 +145,21 @@ def test_every_dtype_and_name_comes_back(put: object, tmp_path: Path) -> None:
     assert filled(stripped, tmp_path / "w.safetensors") == whole
 
 
+def test_diff_compares_digests_of_stripped_plans(nimblec: CommandLine, whole: Path, stripped: Path) -> None:
+    assert "w0" not in nimblec("diff", whole, stripped).out
+    assert nimblec("diff", stripped, stripped).status == 0
+    plan = read_plan(stripped)
+    first, *rest = plan.weights
+    encoder.write(
+        replace(plan, weights=(replace(first, sha256=bytes(32)), *rest)), other := stripped.with_name("other")
+    )
+    for against in (stripped, whole):
+        done = nimblec("diff", against, other)
+        assert done.status == 1
+        assert f"{first.name}" in done.out
+        assert "other values, which a stripped plan does not hold" in done.out
+
+
 def change_tensor(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
