@@ -1,7 +1,9 @@
 """Plans without their weights, which a safetensors file holds."""
 
 import json
+import shutil
 import struct
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from copying import copying, drawn
 from onnx import TensorProto, helper, numpy_helper
 
 import nimblert
-from nimblec.plan import encoder, stripping
+from nimblec.plan import encoder, signing, stripping
 from nimblert import InputError
 from nimblert.check.verify import read_plan
 from nimblert.plan import ITEM_NBYTES, Memcpy, Plan, Pointer, Region, Weight
@@ -208,6 +210,23 @@ def test_load_refuses_weights_of_the_wrong_kind(whole: Path, stripped: Path) -> 
         nimblert.load(whole, weights=stripped.with_name("w.safetensors"))
     with pytest.raises(InputError, match="weights: got dict, expected the path of a safetensors file"):
         nimblert.load(stripped, weights={})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen: not installed")
+def test_signature_of_a_stripped_plan_covers_its_weights(stripped: Path) -> None:
+    """The weights that were verified are those that are used: a later write to their file does not reach them."""
+    pytest.importorskip("cryptography", reason="needs cryptography: not installed")
+    key = stripped.with_name("key")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    signing.sign(stripped, key, f"{stripped}.sig")
+    weights, x = stripped.with_name("w.safetensors"), drawn(3, (2, SIZE))
+    with nimblert.load(stripped, weights=weights) as model:
+        expected = model(x)
+    with nimblert.load(stripped, weights=weights, trusted_keys=[f"{key}.pub"]) as model:
+        weights.write_bytes(bytes(weights.stat().st_size))
+        np.testing.assert_array_equal(model(x), expected)
+    with pytest.raises(InputError, match="is no safetensors file"):
+        nimblert.load(stripped, weights=weights, trusted_keys=[f"{key}.pub"])
 
 
 def test_rules_find_a_damaged_digest(stripped: Path) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,8 +82,10 @@ def test_signature_is_what_dsse_and_in_toto_define(signed: Path) -> None:
     key.verify(
         base64.b64decode(signature["sig"]), b"DSSEv1 28 application/vnd.in-toto+json %d " % len(payload) + payload
     )
-    listed = subprocess.run(["ssh-keygen", "-l", "-f", signed.with_name("key.pub")], capture_output=True, check=False)
-    if listed.returncode == 0:
+    if shutil.which("ssh-keygen"):
+        listed = subprocess.run(
+            ["ssh-keygen", "-l", "-f", signed.with_name("key.pub")], capture_output=True, check=True
+        )
         assert signature["keyid"] in listed.stdout.decode()
     summed = subprocess.run(["sha256sum", signed], capture_output=True, check=True).stdout.split()[0].decode()
     statement = json.loads(payload)
