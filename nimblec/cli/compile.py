@@ -13,6 +13,7 @@ from nimblec.cli import arguments, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo
 from nimblec.cli.progress import StageProgress
+from nimblec.plan import stripping
 from nimblert.plan import schema
 from nimblert.plan.records import DEFAULT_LIMITS
 
@@ -171,9 +172,26 @@ from nimblert.plan.records import DEFAULT_LIMITS
     "same machine with the same software.  [default: ~/.cache/nimblec/plans]",
 )
 @click.option("--no-plan-cache", is_flag=True, help="Neither read nor write the plan cache.")
+@click.option(
+    "--strip-weights",
+    "weights",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the weights to a safetensors file instead of PLAN, which keeps their digests: it is loaded with "
+    "--weights FILE, in Python load(plan, weights=FILE).",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def compile_model(model: str, output: Path, *, no_plan_cache: bool, verbose: bool, quiet: bool, **given: Any) -> None:
+def compile_model(
+    model: str,
+    output: Path,
+    *,
+    weights: Path | None,
+    no_plan_cache: bool,
+    verbose: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
     """Compile MODEL into a plan file.
 
     MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
@@ -204,7 +222,9 @@ def compile_model(model: str, output: Path, *, no_plan_cache: bool, verbose: boo
     if no_plan_cache:
         given["plan_cache"] = None
     files = (file for _, file in (*given["constants"], *given["examples"]) if isinstance(file, Path))
-    _refuse_overwriting(output, (Path(model), *filter(None, (given.get("timing_cache"),)), *files))
+    read = (Path(model), *filter(None, (given.get("timing_cache"),)), *files)
+    _refuse_overwriting(output, read)
+    _refuse_weights(weights, (output, *read))
     given |= {name: tuple(arguments.read_arrays(given[name]).items()) for name in ("constants", "examples")}
     suffix = Path(model).suffix.lower()
     is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
@@ -221,14 +241,15 @@ def compile_model(model: str, output: Path, *, no_plan_cache: bool, verbose: boo
         echo(f"target: {chosen.name.lower()} ({reason})")
     options = read_options(**{**given, "target": chosen.name.lower()})
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
-        made = compiler.compile_model(model, options=options, output=output, observer=observer)
+        made = compiler.compile_model(model, options=options, output=output, weights=weights, observer=observer)
     if quiet:
         return
     for note in made.notes:
         echo(f"note: {note}")
     size = output.stat().st_size
     report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
-    echo(f"wrote {output}")
+    for written in filter(None, (output, weights)):
+        echo(f"wrote {written}")
 
 
 def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
@@ -238,6 +259,14 @@ def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
             raise click.UsageError(f"{output}: {what}: name another PLAN.")
     if output.is_file() and output.stat().st_size and not _is_plan(output):
         raise click.UsageError(f"{output}: exists and is not a plan: remove it, or name another PLAN.")
+
+
+def _refuse_weights(weights: Path | None, others: Iterable[Path]) -> None:
+    if weights is None:
+        return
+    if weights.resolve() in [path.resolve() for path in others]:
+        raise click.UsageError(f"{weights}: is PLAN, or is read by this compilation: name another file.")
+    stripping.check_destination(weights)
 
 
 def _is_plan(path: Path) -> bool:

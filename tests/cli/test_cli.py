@@ -180,8 +180,11 @@ class Compiler(ModuleType):
         """Take the CPU, whatever is wanted."""
         return Target.CPU, f"asked for {choice}"
 
-    def compile_model(self, model: str, *, options: Options, output: Path, observer: Observer) -> SimpleNamespace:
+    def compile_model(
+        self, model: str, *, options: Options, output: Path, weights: Path | None, observer: Observer
+    ) -> SimpleNamespace:
         """Pretend two stages."""
+        assert weights is None
         self.asked.append((model, options))
         observer("capture", None)
         observer("capture", 1.234)
