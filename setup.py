@@ -20,4 +20,6 @@ def runtime() -> str:
     return f"nimblert=={version}"
 
 
-setup(install_requires=[runtime(), "numpy>=2.3", "flatbuffers>=25.2.10", "click>=8.1", "rich>=14.3", "ml_dtypes>=0.5"])
+PACKAGES = ["numpy>=2.3", "zstandard>=0.23", "flatbuffers>=25.2.10", "click>=8.1", "rich>=14.3", "ml_dtypes>=0.5"]
+
+setup(install_requires=[runtime(), *PACKAGES])

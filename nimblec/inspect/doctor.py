@@ -36,7 +36,7 @@ EXTRAS = {
     "safetensors": Extra("read and write weights and state as safetensors files", ("safetensors>=0.5",)),
 }
 
-_ALWAYS = ("numpy", "flatbuffers", "click", "rich", "ml_dtypes")
+_ALWAYS = ("numpy", "zstandard", "flatbuffers", "click", "rich", "ml_dtypes")
 _ALSO = ("triton", "torchvision")
 """Packages that no extra requires by themselves, and whose versions a report of a fault needs."""
 

@@ -69,7 +69,7 @@ def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
     """Bytes of the file, and what they are; and of the memory a run needs.
 
     ``metadata`` is what is neither code nor contents of weights and state: the FlatBuffer, the
-    trailer and the padding.
+    trailer and the padding. ``saved`` is what compression saves of code, weights and state in the file.
     """
     code = sum(module.code.nbytes for module in plan.modules)
     weights = sum(weight.data.nbytes for weight in plan.weights)
@@ -79,7 +79,8 @@ def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
         "code": code,
         "weights": weights,
         "state": state,
-        "metadata": file_nbytes - code - weights - state,
+        "metadata": file_nbytes + plan.saved_nbytes - code - weights - state,
+        "saved": plan.saved_nbytes,
         "arena": plan.arena_nbytes,
     }
 

@@ -4,23 +4,31 @@
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from os import PathLike
 from typing import Any, BinaryIO, NamedTuple
 
+import zstandard
 from flatbuffers.builder import Builder, BuilderSizeError
 
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Command, Plan, Target, Weight, schema
+from nimblert.plan import Command, Module, Plan, Target, Weight, schema
 from nimblert.plan.files import replacing
+from nimblert.plan.records import DEFAULT_LIMITS
 from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Compression, Field, Segment
 
 _MODEL_ALIGNMENT = 64
 """For ONNX models, which are small and many: with a page each, most of the file would be padding."""
 
 _CHUNK_NBYTES = 16 << 20
+
+_LEVEL = 9
+"""Of Zstandard: beyond it cubins shrink by a few percent more, in many times the time."""
+_LEAST_SAVED_NBYTES = 4096
+_LEAST_SAVED_SHARE = 10
+"""A segment is compressed where that saves a page, and a tenth of it."""
 
 _ALIGNMENTS = {
     kind: max(struct.calcsize(code) for code in layout.format if code.isalpha()) for kind, layout in STRUCTS.items()
@@ -38,55 +46,59 @@ _PREPEND = {
 
 
 class Encoded(NamedTuple):
-    """A FlatBuffer, and the places in the file of code and weights, in order, and of the trailer."""
+    """A FlatBuffer; of code and weights, in order, the places in the file and the bytes there; the trailer's place."""
 
     flatbuffer: bytes
     segments: tuple[Segment, ...]
+    contents: tuple[memoryview, ...]
     trailer: Segment
 
 
-def write(plan: Plan, path: str | PathLike[str]) -> None:
+def write(plan: Plan, path: str | PathLike[str], *, compress_weights: bool = False) -> None:
     """Write the plan to ``path``, whole or not at all.
 
     The bytes go to a temporary file beside it, which is renamed once they are on disk. Code and weights are streamed.
+    Code and state are compressed where that saves enough; weights, which are else used in the mapped file, only with
+    ``compress_weights``.
     Raises PlanInvalidError where the plan contradicts itself, and NimbleError where the file cannot be written; an
     existing file is unchanged then.
     """
     verify.check(plan)
     with replacing(path) as file:
-        _stream(plan, file)
+        _stream(encode(plan, compress_weights=compress_weights), file)
 
 
 def encode_file(plan: Plan) -> bytes:
     """Return the bytes of the plan's file. Unlike `write`, takes plans that contradict themselves."""
     file = BytesIO()
-    _stream(plan, file)
+    _stream(encode(plan), file)
     return file.getvalue()
 
 
-def encode(plan: Plan) -> Encoded:
+def encode(plan: Plan, *, compress_weights: bool = False) -> Encoded:
     """Encode everything but code and weights, which only get their places.
 
     Equal plans give equal bytes. Raises PlanFormatError where a number does not fit its field or the FlatBuffer would
     pass 2 GiB.
     """
-    encoder = _Encoder()
+    packed = _packed((*plan.modules, *plan.state, *(plan.weights if compress_weights else ())))
+    encoder = _Encoder(packed)
     try:
         buffer = encoder.finish(plan)
     except (struct.error, TypeError, UnicodeEncodeError, OverflowError, BuilderSizeError) as exc:
         raise PlanFormatError(f"the plan does not fit its file format: {exc}") from exc
-    placed = _place(plan, len(buffer))
+    placed = _place(plan, packed, len(buffer))
     end = placed[-1].offset + placed[-1].nbytes if placed else len(buffer)
     trailer = Segment(end, TRAILER.size)
     for position, segment in zip(encoder.segments, (*placed, trailer), strict=True):
         # Builder offsets count from the end of the buffer.
         STRUCTS["Segment"].pack_into(buffer, len(buffer) - position, *segment)
-    return Encoded(bytes(buffer), placed, trailer)
+    contents = tuple(packed.get(id(record), data) for record, data in _contents(plan))
+    return Encoded(bytes(buffer), placed, contents, trailer)
 
 
-def _stream(plan: Plan, file: BinaryIO) -> None:
+def _stream(encoded: Encoded, file: BinaryIO) -> None:
     """Write the bytes of the file in order."""
-    encoded = encode(plan)
     sha256 = hashlib.sha256()
     position = 0
 
@@ -97,7 +109,7 @@ def _stream(plan: Plan, file: BinaryIO) -> None:
         position += len(data)
 
     put(encoded.flatbuffer)
-    for segment, data in zip(encoded.segments, _contents(plan), strict=True):
+    for segment, data in zip(encoded.segments, encoded.contents, strict=True):
         put(bytes(segment.offset - position))
         # An empty memoryview of several dimensions cannot be cast.
         content = data.cast("B") if data.nbytes else memoryview(b"")
@@ -108,29 +120,43 @@ def _stream(plan: Plan, file: BinaryIO) -> None:
     file.write(sha256.digest())
 
 
-def _contents(plan: Plan) -> Iterator[memoryview]:
-    """Yield the bytes of each segment, in file order: modules, weights, state."""
+def _contents(plan: Plan) -> Iterator[tuple[Module | Weight, memoryview]]:
+    """Yield each record with a segment and its bytes, in file order: modules, weights, state."""
     for module in plan.modules:
-        yield module.code
+        yield module, module.code
     for weight in (*plan.weights, *plan.state):
-        yield weight.data
+        yield weight, weight.data
 
 
-def _place(plan: Plan, start: int) -> tuple[Segment, ...]:
+def _packed(records: Sequence[Module | Weight]) -> dict[int, memoryview]:
+    """Return the compressed bytes of those records that are worth it, and that default limits allow, by id."""
+    compressor, left, found = zstandard.ZstdCompressor(level=_LEVEL), DEFAULT_LIMITS.unpacked_nbytes, {}
+    for record in records:
+        data = record.code if isinstance(record, Module) else record.data
+        if _LEAST_SAVED_NBYTES < data.nbytes <= left:
+            packed = memoryview(compressor.compress(data))
+            if data.nbytes - packed.nbytes >= max(_LEAST_SAVED_NBYTES, data.nbytes / _LEAST_SAVED_SHARE):
+                found[id(record)] = packed
+                left -= data.nbytes
+    return found
+
+
+def _place(plan: Plan, packed: Mapping[int, memoryview], start: int) -> tuple[Segment, ...]:
     """Return the places of `_contents`, from byte ``start`` on.
 
     Cubins start on pages, ONNX models close together. The offset of a weight in the file equals that in its region
     modulo the page size, so that adjacent weights keep their distance and one copy can upload them all. Those in
-    another file take no place.
+    another file take no place, and compressed segments start where the one before ends.
     """
     of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
     places = [of_code] * len(plan.modules)
     places += [(0, 1) if w.sha256 else (w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
     placed = []
-    for (residue, alignment), data in zip(places, _contents(plan), strict=True):
-        offset = start + (residue - start) % alignment
-        placed.append(Segment(offset, data.nbytes))
-        start = offset + data.nbytes
+    for (residue, alignment), (record, data) in zip(places, _contents(plan), strict=True):
+        stored = packed.get(id(record))
+        offset = start + (residue - start) % alignment if stored is None else start
+        placed.append(Segment(offset, (data if stored is None else stored).nbytes))
+        start = offset + placed[-1].nbytes
     return tuple(placed)
 
 
@@ -138,11 +164,13 @@ class _Encoder:
     """A FlatBuffer that grows from back to front: what a table holds is written before the table.
 
     The places of segments depend on the size of the FlatBuffer, so they are written as zeros; ``segments`` holds where
-    to fill them in: those of `_contents` in order, then that of the trailer. Methods return the offset of what they
-    wrote, 0 for nothing: an empty string or vector is an absent field.
+    to fill them in: those of `_contents` in order, then that of the trailer. ``packed`` has the compressed bytes of
+    records by id. Methods return the offset of what they wrote, 0 for nothing: an empty string or vector is an absent
+    field.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, packed: Mapping[int, memoryview]) -> None:
+        self._packed = packed
         self.segments: list[int] = []
         self._builder = Builder(1 << 16)
 
@@ -154,7 +182,7 @@ class _Encoder:
 
     def _table(self, name: str, record: Any) -> int:
         fields = TABLES[name].fields
-        values = record if isinstance(record, tuple) else [_value(record, field) for field in fields]
+        values = record if isinstance(record, tuple) else [self._value(record, field) for field in fields]
         present = [
             (slot, field.type, self._outside(field.type, value))
             for slot, (field, value) in enumerate(zip(fields, values, strict=True))
@@ -169,6 +197,14 @@ class _Encoder:
             else:
                 self._builder.PrependUOffsetTRelativeSlot(slot, value, 0)
         return int(self._builder.EndObject())
+
+    def _value(self, record: Any, field: Field) -> Any:
+        if id(record) in self._packed:
+            if field.name == "compression":
+                return Compression.ZSTD
+            if field.name == "unpacked_nbytes":
+                return record.code.nbytes if isinstance(record, Module) else record.data.nbytes
+        return _value(record, field)
 
     def _outside(self, kind: str, value: Any) -> Any:
         """Return the offset of a string, vector or table, which lies outside of the table; other values as they are."""

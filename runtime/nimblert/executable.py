@@ -219,6 +219,8 @@ def load(
     invalid argument.
     """
     make = partial(_executable, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
+    if not isinstance(limits, Limits):
+        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     trust = _trust(trusted_keys, signature)
     if isinstance(plan, Plan):
         if trust is not None:
@@ -227,7 +229,7 @@ def load(
     from nimblert.plan import container
 
     image, path = container.open_image(plan, copy=copy, trust=trust), container.name(plan)
-    decoded = container.decoded(image, path)
+    decoded = container.decoded(image, path, limits)
     # With a signature, which covers the weights by their digests, later changes of their file must not matter either.
     check = partial(checked, weights=weights, copy=copy or trust is not None)
     if decoded.target is Target.CPU:
@@ -271,8 +273,6 @@ def checked(
 
     Raises PlanInvalidError unless it is valid, InputError.
     """
-    if not isinstance(limits, Limits):
-        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     from nimblert.check import hazards, verify
 
     if plan.is_stripped or weights is not None:

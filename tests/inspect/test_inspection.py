@@ -35,6 +35,7 @@ def test_the_sizes_add_up() -> None:
         "weights": 16 + 8,
         "state": 64,
         "metadata": 20000 - 64 - 5004 - 16 - 8 - 64,
+        "saved": 0,
         "arena": 1024,
     }
 

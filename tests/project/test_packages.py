@@ -38,7 +38,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lean(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What `pip install ./runtime[cpu]` makes."""
     made = Environment(tmp_path_factory.mktemp("lean") / "venv")
-    made.link("numpy", "onnxruntime")
+    made.link("numpy", "zstandard", "onnxruntime")
     made.install(f"{copy}/runtime[cpu]")
     return made
 
@@ -47,7 +47,7 @@ def lean(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def bare(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What `pip install ./runtime` makes."""
     made = Environment(tmp_path_factory.mktemp("bare") / "venv")
-    made.link("numpy")
+    made.link("numpy", "zstandard")
     made.install(copy / "runtime")
     return made
 
@@ -56,7 +56,7 @@ def bare(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def whole(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What `pip install .` makes."""
     made = Environment(tmp_path_factory.mktemp("whole") / "venv")
-    made.link("numpy", "flatbuffers", "click", "rich", "ml_dtypes")
+    made.link("numpy", "zstandard", "flatbuffers", "click", "rich", "ml_dtypes")
     made.install(copy)
     return made
 
@@ -72,15 +72,15 @@ def files(environment: Environment, name: str) -> set[str]:
     return {str(file) for file in environment.installed(name).files or () if "__pycache__" not in file.parts}
 
 
-def test_the_runtime_alone_needs_numpy(lean: Environment) -> None:
+def test_the_runtime_alone_needs_two_packages(lean: Environment) -> None:
     required = [text for text in lean.installed("nimblert").requires or () if "extra" not in text]
-    assert required == ["numpy>=2.3"]
+    assert required == ["numpy>=2.3", "zstandard>=0.23"]
     assert {"nimblert/py.typed", "nimblert/__init__.py"} <= files(lean, "nimblert")
     found = lean.run("-c", f"import importlib.util as u; print([n for n in {COMPILER!r} if u.find_spec(n)])")
     assert (found.stdout, found.stderr) == ("[]\n", "")
 
 
-def test_runtime_with_numpy_alone_reads_and_saves_plans(bare: Environment, cuda: Path, tmp_path: Path) -> None:
+def test_runtime_without_extras_reads_and_saves_plans(bare: Environment, cuda: Path, tmp_path: Path) -> None:
     nimblec.compile(ROOT / "samples" / "digits.onnx", target="cpu", plan_cache=None).save(tmp_path / "digits.plan")
     read = "import sys; from nimblert.check.verify import read_plan; read_plan(sys.argv[1]).save(sys.argv[2])"
     for path in (cuda, tmp_path / "digits.plan", *(ROOT / "tests" / "data").glob("*.plan")):

@@ -426,7 +426,7 @@ def read_plan(
 
 def parse_plan(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
     """Return the plan in a file's bytes, checked by `check`; ``path`` is for messages."""
-    plan = container.decoded(image, path)
+    plan = container.decoded(image, path, limits)
     check(plan, limits)
     return plan
 

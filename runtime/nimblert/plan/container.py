@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 from nimblert.errors import InputError, PlanError, PlanFormatError
 from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
 
 if TYPE_CHECKING:
@@ -159,11 +160,11 @@ def verify_digest(image: memoryview, path: str) -> None:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 
-def decoded(image: memoryview, path: str) -> Plan:
+def decoded(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
     """Return the plan in a file's bytes, which may contradict itself; ``path`` is for messages."""
     _, flatbuffer_nbytes, _, _ = TRAILER.unpack(image[-TRAILER.size :])
     try:
-        return decode(image, flatbuffer_nbytes)
+        return decode(image, flatbuffer_nbytes, limits)
     except PlanFormatError as exc:
         raise PlanFormatError(f"{path}: {exc}") from exc
 

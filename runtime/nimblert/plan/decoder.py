@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Access, Plan, Pointer, Region, Relocation, schema
+from nimblert.plan.compression import Unpacker
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import TABLES, Compression, Segment, Table
 
 _U16 = Struct("<H")
@@ -73,11 +75,11 @@ _Layout: TypeAlias = tuple[int, list[tuple[str, int, _Reader]]]
 """The size of a table, and of each field that it has the name, the place in the table and the reader."""
 
 
-def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
-    """Return the plan in a file's bytes; its code and weights are slices of ``image``, not copies.
+def decode(image: memoryview, flatbuffer_nbytes: int, limits: Limits = DEFAULT_LIMITS) -> Plan:
+    """Return the plan in a file's bytes; its code and weights are slices of ``image``, or decompressed copies.
 
-    Raises PlanFormatError where the bytes are not a plan, or of an unsupported major version of the schema. Whether the
-    plan is valid is for `nimblert.check.verify` to check.
+    Raises PlanFormatError where the bytes are not a plan, or of an unsupported major version of the schema, or where
+    compressed segments are beyond ``limits``. Whether the plan is valid is for `nimblert.check.verify` to check.
     """
     buffer = FlatBuffer(image[:flatbuffer_nbytes])
     try:
@@ -85,7 +87,8 @@ def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
     except struct.error as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}") from exc
     _check_major(major, minor)
-    decoder = _Decoder(buffer, image)
+    unpacker = Unpacker(limits.unpacked_nbytes)
+    decoder = _Decoder(buffer, image, unpacker)
     try:
         plan: Plan = decoder.plan()
         trailer, *segments = decoder.segments
@@ -95,6 +98,7 @@ def decode(image: memoryview, flatbuffer_nbytes: int) -> Plan:
     except (struct.error, TypeError, IndexError, ValueError, OverflowError) as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}{_hint(major, minor)}") from exc
     object.__setattr__(plan, "image", image)
+    object.__setattr__(plan, "saved_nbytes", unpacker.nbytes - unpacker.packed_nbytes)
     return plan
 
 
@@ -174,11 +178,12 @@ class _Decoder:
     No reader refers to the decoder: there is no cycle that would keep a file mapped.
     """
 
-    def __init__(self, buffer: FlatBuffer, image: memoryview) -> None:
+    def __init__(self, buffer: FlatBuffer, image: memoryview, unpacker: Unpacker) -> None:
         self.segments: list[Segment] = []
         """Those that were read, in the order of the fields: the trailer first."""
         self._buffer = buffer
         self._image = image
+        self._unpacker = unpacker
         self._pointers = _Pointers()
         self._tables: dict[str, _Reader] = {}
         for name, table in TABLES.items():
@@ -192,9 +197,10 @@ class _Decoder:
 
     def _table(self, name: str, table: Table) -> _Reader:
         """Return the reader of the tables of this type."""
-        buffer, record, apart = self._buffer, table.record, table.apart
+        buffer, record, apart, unpacker = self._buffer, table.record, table.apart, self._unpacker
         readers = [(field, self._field(field.type)) for field in table.fields]
         defaults = {field.name: field.default for field in table.fields}
+        data = next((field.name for field in table.fields if field.type == "Segment"), "")
         layouts: dict[int, _Layout] = {}
 
         def layout(position: int, vtable: int) -> _Layout:
@@ -214,10 +220,12 @@ class _Decoder:
             nbytes, present = layouts[vtable]
             buffer.claim(position, nbytes)
             values = defaults | {name: reader(position + place) for name, place, reader in present}
-            for other in apart:
-                is_external = values.pop(other) is Compression.EXTERNAL
-                if other == "compression" and is_external != bool(values.get("sha256")):
+            stored = {other: values.pop(other) for other in apart}
+            if (compression := stored.get("compression")) is not None:
+                if (compression is Compression.EXTERNAL) != bool(values.get("sha256")):
                     raise PlanFormatError(f"flatbuffer: {name} at byte {position} has no data, or no digest of it")
+                if compression is Compression.ZSTD:
+                    values[data] = unpacker.unpack(values[data], stored["unpacked_nbytes"])
             return tuple(values.values()) if record is tuple else record(**values)
 
         return read

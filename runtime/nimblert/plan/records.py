@@ -518,6 +518,8 @@ class Plan:
     bodies: tuple[Program, ...] = ()
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
+    saved_nbytes: int = field(default=0, init=False, repr=False, compare=False)
+    """How many bytes smaller that file is than with its segments uncompressed."""
 
     @property
     def entries(self) -> dict[str, tuple[Program, ...]]:
@@ -595,6 +597,7 @@ class Limits:
       Runtime allocates. ``tensor_nbytes``: one contiguous input, output, parameter, value or weight.
     - ONNX models of a CPU plan: ``model_nbytes`` of each; ``model_fields``, the protobuf fields of all together, each
       of which is a Python object while it is checked.
+    - ``unpacked_nbytes``: all compressed segments together.
     - Numbers of ``modules``, ``kernels`` and ``programs``; of ``streams``, ``events`` and ``commands`` of one program;
       of ``refits``, the groups of weights that are replaced together; of ``bodies``, the programs that loops and
       branches run, and of the ``trips`` that a loop may make; of ONNX Runtime's ``sessions`` for the programs that are
@@ -607,6 +610,7 @@ class Limits:
     tensor_nbytes: int = 16 << 30
     model_nbytes: int = 64 << 20
     model_fields: int = 1 << 22
+    unpacked_nbytes: int = 4 << 30
     modules: int = 1 << 17
     kernels: int = 1 << 17
     programs: int = 1 << 10

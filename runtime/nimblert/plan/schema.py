@@ -16,7 +16,7 @@ IDENTIFIER = b"NPLN"
 
 MAJOR = 2
 """The major version that is written. Version 1, which 2 extends, is read too; see schema/README.md."""
-MINOR = 3
+MINOR = 4
 """The minor version that is written; fields of newer ones are ignored."""
 OLDEST_MAJOR = 1
 """The oldest major version that is read."""
@@ -49,10 +49,11 @@ NUMBERS = {
 
 
 class Compression(IntEnum):
-    """How the bytes of a segment are stored: as they are used, or in another file."""
+    """How the bytes of a segment are stored: as they are used, in another file, or as one frame of Zstandard."""
 
     NONE = 0
     EXTERNAL = 1
+    ZSTD = 2
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -128,6 +129,7 @@ TABLES = {
         Field("origin", "string", ""),
         Field("code", "Segment", REQUIRED),
         Field("compression", "Compression", Compression.NONE, (2, 0)),
+        Field("unpacked_nbytes", "ulong", 0, (2, 4)),
     )),
     "Parameter": Table(plan.Parameter, (
         Field("offset", "uint", 0),
@@ -152,6 +154,7 @@ TABLES = {
         Field("data", "Segment", REQUIRED),
         Field("compression", "Compression", Compression.NONE, (2, 0)),
         Field("sha256", "[ubyte]", b"", (2, 3)),
+        Field("unpacked_nbytes", "ulong", 0, (2, 4)),
     )),
     "Tensor": Table(plan.Tensor, (
         Field("name", "string", ""),
