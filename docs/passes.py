@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from plan_bytes import Lines, columns
 
 from nimblec.base.ir import Access, Buffer, BufferKind, Graph, KernelWork, Op, Schedule, Task
-from nimblec.inspect.inspection import shape_text
+from nimblec.plan.interface import shape_text
 from nimblec.plan.lower import lower
 from nimblec.schedule import bound, check, matching, memory, streams
 from nimblec.schedule.dag import transitive_reduction

@@ -26,10 +26,11 @@ from nimblec.base.ir import BufferKind, Graph
 from nimblec.cpu import capture
 from nimblec.cpu.stretches import Joiner
 from nimblec.inspect import verification
-from nimblec.inspect.inspection import pointer_text, shape_text
+from nimblec.inspect.inspection import pointer_text
 from nimblec.onnx_import import model_file
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.interface import shape_text
 from nimblec.plan.lean import LeanProcess
 from nimblec.plan.planning import Measured, choose_schedule
 from nimblec.schedule import streams

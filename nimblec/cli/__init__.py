@@ -10,6 +10,7 @@ import click
 
 import nimblec
 from nimblec.cli.bench import bench_plan
+from nimblec.cli.check_device import check_device
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
@@ -18,6 +19,7 @@ from nimblec.cli.doctor import examine_installation
 from nimblec.cli.explain import explain_plan
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
+from nimblec.cli.merge import merge_plans
 from nimblec.cli.run import run_plan
 from nimblec.cli.sign import sign_plan
 from nimblec.cli.verify import verify_plan
@@ -43,8 +45,8 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 1 where `diff` finds a difference; 2 on an error, which is one sentence on standard
-    error; 130 after Ctrl-C.
+    Exit status: 0 on success; 1 where `check-device` or `diff` finds something; 2 on an error, which is one
+    sentence on standard error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())
@@ -59,6 +61,8 @@ for command in (
     diff_plans,
     verify_plan,
     sign_plan,
+    merge_plans,
+    check_device,
     examine_installation,
 ):
     cli.add_command(command)

@@ -9,10 +9,10 @@ import click
 from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
-from nimblec.inspect import dot, inspection, sbom, trace
+from nimblec.inspect import dot, inspection, machine, sbom, trace
 from nimblec.inspect.report import html_page
 from nimblert.check.verify import read_plan
-from nimblert.plan import Plan
+from nimblert.plan import Plan, Target
 from nimblert.plan.files import replacing
 
 
@@ -53,6 +53,7 @@ def inspect_plan(
 ) -> None:
     """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
 
+    Of a fat plan it shows the parts, and which of them is taken here and why.
     Works on any machine, whatever the plan was made for. The timeline, the trace and the critical
     path are simulated from the durations of single commands, measured when the plan was made.
 
@@ -72,7 +73,10 @@ def inspect_plan(
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
         raise click.UsageError("PLAN and the files to write must be different files.")
-    opened = read_plan(plan)
+    opened = read_plan(plan, fat=True)
+    if opened.target is Target.FAT:
+        _print_parts(opened, plan, as_json=as_json, is_alone=not (as_sbom or as_timeline or files))
+        return
     if as_json:
         _print_json(inspection.describe(opened, file_nbytes=plan.stat().st_size))
     elif as_sbom:
@@ -97,6 +101,22 @@ def _print_tables(plan: Plan, *, file_nbytes: int, as_timeline: bool) -> None:
     facts = inspection.describe(plan, file_nbytes=file_nbytes)
     for table in (*report.inspected(facts), *layer_tables.tables(facts)):
         console.print(table)
+
+
+def _print_parts(fat: Plan, path: Path, *, as_json: bool, is_alone: bool) -> None:
+    if not is_alone:
+        raise click.UsageError(f"{path}: is a fat plan, of which only the parts are shown: inspect the plans it is of.")
+    facts = machine.examine(fat, str(path))
+    if as_json:
+        _print_json(facts)
+        return
+    table = report.table("Parts", "part", "for", "size", "here", right=("size",))
+    for index, part in enumerate(facts["parts"], 1):
+        here = "; ".join(part["lacks"]) or "runs"
+        table.add_row(str(index), part["for"], report.nbytes_text(part["file_nbytes"]), here)
+    table.add_row("", "weights that parts share", report.nbytes_text(facts["shared_nbytes"]), "")
+    report.SafeConsole().print(table)
+    echo(facts["choice"])
 
 
 def _print_json(facts: inspection.Json) -> None:

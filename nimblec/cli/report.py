@@ -13,7 +13,8 @@ from rich.text import Text
 
 from nimblec.cli.console import printable
 from nimblec.cli.measure import Measurement
-from nimblec.inspect.inspection import Json, command_counts, shape_text, sizes
+from nimblec.inspect.inspection import Json, command_counts, sizes
+from nimblec.plan.interface import shape_text
 from nimblert.plan import Plan
 from nimblert.telemetry import CommandTime
 

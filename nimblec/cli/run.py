@@ -63,6 +63,8 @@ def run_plan(
         inputs = loading.inputs(chosen, given, seed, dims)
         outputs = chosen.run(inputs)
         latencies = measure(executable, repeat) if repeat else []
+    if executable.choice:
+        echo(executable.choice)
     console = report.SafeConsole()
     if missing := [name for name in inputs if name not in given]:
         echo(f"drawn from seed {seed}: {', '.join(missing)}")

@@ -123,11 +123,6 @@ def pointer_text(pointer: Pointer) -> str:
     return f"{region}{pointer.offset:+d}"
 
 
-def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return a tensor type for people to read: ``float32 1x3x224x224``, ``int64 scalar``."""
-    return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}"
-
-
 def command_counts(program: Program) -> dict[str, int]:
     """Return the number of commands of each kind in a program."""
     counts = Counter(type(command).__name__.lower() for command in program.commands)

@@ -10,11 +10,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from nimblec.base.difference import difference
-from nimblec.inspect.inspection import command_counts, device_of, shape_text, sizes
+from nimblec.inspect.inspection import command_counts, device_of, sizes
 from nimblec.inspect.parts import parts_of
 from nimblec.inspect.timeline import timeline
+from nimblec.plan import interface
+from nimblec.plan.interface import shape_text
 from nimblert.arrays.layouts import numpy_dtype
-from nimblert.plan import Command, Crop, Dim3, Launch, Plan, Program, Record, Target, Wait, Weight
+from nimblert.plan import Command, Dim3, Launch, Plan, Program, Record, Target, Wait, Weight
 
 Value: TypeAlias = int | str | None
 Figure: TypeAlias = tuple[int, int]
@@ -93,7 +95,7 @@ def compare(before: Plan, after: Plan) -> PlanDifference:
 def _changes(before: Plan, after: Plan) -> Iterator[Change]:
     yield from _rows(Section.MADE, _origin(before), _origin(after))
     for name, a, b in _matched(before.programs, after.programs):
-        yield from _rows(Section.INTERFACE, _interface(a), _interface(b), name)
+        yield from _rows(Section.INTERFACE, interface.of_program(a), interface.of_program(b), name)
         if a and b:
             yield from _numerics(name, a, b)
             yield from _rows(Section.TIMES, _times(a), _times(b), name)
@@ -134,23 +136,6 @@ def _origin(plan: Plan) -> Facts:
         **{f"version of {name}": version for name, version in plan.versions},
         "target": plan.target.name.lower(),
         **{f"device: {key.replace('_', ' ')}": value for key, value in device_of(plan).items()},
-    }
-
-
-def _interface(program: Program | None) -> Facts:
-    """Return what callers depend on: entry, sizes, and by position inputs and outputs."""
-    if program is None:
-        return {}
-    bound = {work.output for _, work in program.work if isinstance(work, Crop)}
-    fits = [fit.name.lower() for fit in program.fits] or ["exact"] * len(program.profile)
-    sizes = [f"{name}={n} ({fit})" for (name, n), fit in zip(program.profile, fits, strict=True)]
-    sides = program.inputs, program.outputs
-    inputs, outputs = ([f"{t.name}: {shape_text(t.dtype, t.shape)}" for t in side] for side in sides)
-    return {
-        "entry": program.entry,
-        "sizes": ", ".join(sizes) or "one",
-        **{f"input {i}": text for i, text in enumerate(inputs)},
-        **{f"output {i}": text + " at most" * (i in bound) for i, text in enumerate(outputs)},
     }
 
 

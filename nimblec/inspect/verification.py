@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nimblec.cuda.capture.cubin_reading import entry_symbols
@@ -14,7 +14,7 @@ from nimblert.check.verify import check, read_plan
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
 from nimblert.golden import Verdict
-from nimblert.plan import Plan, Program, Target
+from nimblert.plan import Plan, Program, Target, parts
 from nimblert.plan.external import filled
 from nimblert.plan.signatures import Trust
 
@@ -47,7 +47,7 @@ def verify(path: Path, trust: Trust | None = None, weights: Path | None = None) 
     signed it, InputError for weights that are not its own.
     """
     try:
-        plan = read_plan(path, trust=trust)
+        plan = read_plan(path, trust=trust, fat=True)
         if weights is not None:
             plan = filled(plan, weights, copy=trust is not None)
             check(plan)
@@ -62,6 +62,16 @@ def verify(path: Path, trust: Trust | None = None, weights: Path | None = None) 
         yield _passed("signature", "a trusted key has signed the file")
     yield _passed("format", "decodes, undamaged")
     yield _passed("rules", "references, bounds and launch limits are in order")
+    if plan.target is not Target.FAT:
+        yield from _checks(plan)
+        return
+    for index in range(len(plan.parts)):
+        part = parts.filled(parts.read(plan, index, str(path)), plan)
+        yield from (replace(check, name=f"part {index + 1}, {check.name}") for check in _checks(part))
+
+
+def _checks(plan: Plan) -> Iterator[Check]:
+    """Check a plan that follows the rules, and run it if this machine can."""
     yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered, also between buffers that share memory")
     for program in plan.programs:
         yield _schedule(plan, program)

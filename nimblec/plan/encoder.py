@@ -14,7 +14,7 @@ from flatbuffers.builder import Builder, BuilderSizeError
 
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Command, Module, Plan, Target, Weight, schema
+from nimblert.plan import Command, Module, Part, Plan, Target, Weight, schema
 from nimblert.plan.files import replacing
 from nimblert.plan.records import DEFAULT_LIMITS
 from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Compression, Field, Segment
@@ -120,12 +120,14 @@ def _stream(encoded: Encoded, file: BinaryIO) -> None:
     file.write(sha256.digest())
 
 
-def _contents(plan: Plan) -> Iterator[tuple[Module | Weight, memoryview]]:
-    """Yield each record with a segment and its bytes, in file order: modules, weights, state."""
+def _contents(plan: Plan) -> Iterator[tuple[Module | Weight | Part, memoryview]]:
+    """Yield each record with a segment and its bytes, in file order: modules, weights, state, parts."""
     for module in plan.modules:
         yield module, module.code
     for weight in (*plan.weights, *plan.state):
         yield weight, weight.data
+    for part in plan.parts:
+        yield part, part.file
 
 
 def _packed(records: Sequence[Module | Weight]) -> dict[int, memoryview]:
@@ -151,6 +153,7 @@ def _place(plan: Plan, packed: Mapping[int, memoryview], start: int) -> tuple[Se
     of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
     places = [of_code] * len(plan.modules)
     places += [(0, 1) if w.sha256 else (w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
+    places += [(0, ALIGNMENT)] * len(plan.parts)
     placed = []
     for (residue, alignment), (record, data) in zip(places, _contents(plan), strict=True):
         stored = packed.get(id(record))

@@ -24,7 +24,7 @@ def sign(plan: str | PathLike[str], key: str | PathLike[str], output: str | Path
     """
     private = _read_private_key(key)
     # A copy: the bytes that were checked are signed, whatever happens to the file meanwhile.
-    image = read_plan(plan, copy=True).stored()
+    image = read_plan(plan, copy=True, fat=True).stored()
     statement = {
         "_type": STATEMENT_TYPE,
         "subject": [{"name": Path(plan).name, "digest": {"sha256": signatures.sha256(image)}}],

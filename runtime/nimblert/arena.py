@@ -22,7 +22,7 @@ class Arena:
 
     def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
         """``nbytes`` on a GPU ("cuda", the ``device`` of that ordinal) or in host memory ("cpu"). Raises InputError."""
-        targets = {kind.name.lower(): kind for kind in Target}
+        targets = {kind.name.lower(): kind for kind in (Target.CUDA, Target.CPU)}
         if target not in targets:
             raise InputError(f"target {target!r}: expected one of {sorted(targets)}")
         if not is_integer(nbytes) or nbytes < 0:

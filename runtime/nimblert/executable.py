@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nimblert import fitting
 from nimblert.arena import Arena
 from nimblert.calls.backend import Loaded
 from nimblert.calls.entries import Signature
@@ -63,6 +64,8 @@ class Executable(Context):
         """``plan`` must be valid; see `load`, which checks it and documents the arguments."""
         _check_arena(arena, plan, device)
         self.device = device
+        self.choice = ""
+        """Which part of a fat plan this is, and why `load` took it; "" for a plan of its own."""
         self._poison = poison
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._idle: list[Context] = []
@@ -187,6 +190,7 @@ def load(
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
+    target: str | None = None,
     trusted_keys: "Sequence[FileOrBytes] | None" = None,
     signature: "FileOrBytes | None" = None,
     weights: "str | PathLike[str] | None" = None,
@@ -198,6 +202,9 @@ def load(
 
     - ``program``: the name of the only one to load, where the others will not be called.
     - ``device``: the ordinal of the GPU.
+    - ``target``: "cuda" or "cpu". A fat plan (`nimblec merge`) is loaded from the first of its parts that runs on this
+      machine, those for GPUs first; this forces one of a target, and another ``device`` than 0 one for that GPU.
+      `Executable.choice` says which it is, and why.
     - ``arena``: scratch memory that plans share which run one after the other.
     - ``threads``: the number of threads that a CPU plan computes with, the caller's included. By default one for each
       core that the process may use. A list of processors also pins the threads; the first is the caller's, which is
@@ -222,16 +229,29 @@ def load(
     if not isinstance(limits, Limits):
         raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     trust = _trust(trusted_keys, signature)
+    if isinstance(plan, Plan) and plan.target is Target.FAT and trust is None:
+        plan = plan.stored()
     if isinstance(plan, Plan):
         if trust is not None:
             raise InputError("trusted_keys: the plan is a Plan, which was parsed before: give its file, or its bytes")
+        _check_target(plan, target)
         return make(checked(plan, program, limits, weights, copy=copy))
     from nimblert.plan import container
 
     image, path = container.open_image(plan, copy=copy, trust=trust), container.name(plan)
     decoded = container.decoded(image, path, limits)
+    choice, shared = "", None
+    if decoded.target is Target.FAT:
+        from nimblert.plan import parts
+
+        shared = decoded
+        index, choice = fitting.choose(shared, target, device)
+        decoded = parts.read(shared, index, path, limits)
+        image, path = shared.parts[index].file, parts.name(path, index)
+    _check_target(decoded, target)
+    make = partial(make, choice=choice)
     # With a signature, which covers the weights by their digests, later changes of their file must not matter either.
-    check = partial(checked, weights=weights, copy=copy or trust is not None)
+    check = partial(checked, weights=weights, copy=copy or trust is not None, shared=shared)
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
         return make(check(decoded, program, limits))
@@ -268,13 +288,19 @@ def checked(
     weights: "str | PathLike[str] | None" = None,
     *,
     copy: bool = False,
+    shared: Plan | None = None,
 ) -> Plan:
     """Return the plan with the program to load, or all, and with its ``weights`` where it was stripped of them.
 
+    ``shared`` is the fat plan that the plan is a part of.
     Raises PlanInvalidError unless it is valid, InputError.
     """
     from nimblert.check import hazards, verify
 
+    if shared is not None:
+        from nimblert.plan import parts
+
+        plan = parts.filled(plan, shared)
     if plan.is_stripped or weights is not None:
         from nimblert.plan import external
 
@@ -285,6 +311,11 @@ def checked(
         if unordered := tuple(hazards.hazards(loaded, limits, target=plan.target, bodies=plan.bodies)):
             raise PlanInvalidError(unordered)
     return selected
+
+
+def _check_target(plan: Plan, target: str | None) -> None:
+    if fitting.is_excluded(plan.target, target):
+        raise InputError(f"target: got {target!r}, and the plan is for {plan.target.name.lower()} alone")
 
 
 def _spares() -> int:
@@ -320,8 +351,10 @@ def _executable(
     poison: bool,
     warm: bool,
     limits: Limits,
+    choice: str = "",
 ) -> Executable:
     executable = Executable(plan, device=device, arena=arena, threads=threads, poison=poison, limits=limits)
+    executable.choice = choice
     if warm:
         try:
             executable.warm()
@@ -408,7 +441,7 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
         """
         from nimblert.calls import refitting
 
-        checked = [refitting.checked(self.plan, weights, one._working.take) for one in self.executables]  # noqa: SLF001 - of the same package
+        checked = [refitting.checked(one.plan, weights, one._working.take) for one in self.executables]  # noqa: SLF001 - of the same package
         for executable, refits in zip(self.executables, checked, strict=True):
             executable._refit(refits)  # noqa: SLF001
 
@@ -435,6 +468,8 @@ def load_pool(plan: "Plan | Source", *, devices: Sequence[int] | None = None, **
         for device in _ordinals() if devices is None else devices:
             try:
                 found.append(loaded.enter_context(load(plan, device=int(device), **options)))
+                if found[0].plan.target is Target.CUDA:
+                    options["target"] = "cuda"  # a fat plan's part for the CPU stands beside no GPU
             except DeviceMismatchError:
                 if devices is not None:
                     raise

@@ -118,7 +118,8 @@ COMMANDS = ("compile", "run", "bench", "inspect", "explain", "diff", "verify")
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
     out = nimblec.prints(*args)
     assert all(f"\n  {command} " in out for command in COMMANDS)
-    statuses = "0 on success; 1 where `diff` finds a difference; 2 on an error, which is one sentence on standard error"
+    found = "1 where `check-device` or `diff` finds something"
+    statuses = f"0 on success; {found}; 2 on an error, which is one sentence on standard error"
     assert f"Exit status: {statuses}; {INTERRUPTED} after Ctrl-C." in " ".join(out.split())
 
 

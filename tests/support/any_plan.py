@@ -20,6 +20,7 @@ from nimblert.plan import (
     Op,
     Parameter,
     ParameterKind,
+    Part,
     Plan,
     Pointer,
     Program,
@@ -132,14 +133,16 @@ programs = st.builds(
     role=st.sampled_from(Role),
     fits=several(st.sampled_from(Fit)),
 )
+devices = st.builds(
+    Device, name=text, compute_capability=st.tuples(u16, u16), multiprocessor_count=u32, driver_version=u32
+)
 any_plan = st.builds(
     Plan,
     producer=text,
     versions=several(st.tuples(text, text)),
     target=st.sampled_from(Target),
-    device=st.builds(
-        Device, name=text, compute_capability=st.tuples(u16, u16), multiprocessor_count=u32, driver_version=u32
-    ),
+    device=devices,
+    parts=several(st.builds(Part, target=st.sampled_from(Target), device=devices, file=data)),
     modules=several(st.builds(Module, origin=text, code=data)),
     kernels=several(kernels),
     weights_nbytes=u64,

@@ -149,6 +149,10 @@ class HostDriver:
         del device
         return _ATTRIBUTES[attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
 
+    def _cuDeviceTotalMem(self, device: int) -> int:
+        del device
+        return _TOTAL_NBYTES
+
     def _cuDriverGetVersion(self) -> int:
         return 13000
 

@@ -421,7 +421,7 @@ def test_any_plan_is_judged(plan: Plan) -> None:
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("target", Target)
+@pytest.mark.parametrize("target", [Target.CUDA, Target.CPU])
 def test_many_parameters_are_judged_in_time(target: Target) -> None:
     plan = replace(plans.large_plan(10_000, relocation_count=0), target=target)
     parameters = tuple(Parameter(offset=i, nbytes=16) for i in range(10_000))

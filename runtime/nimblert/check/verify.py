@@ -6,6 +6,7 @@ conflicting commands are ordered is checked by `nimblert.check.hazards`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from math import inf
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import numpy as np
 from nimblert.arrays.layouts import is_dense
 from nimblert.check import bounds, program_rules
 from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, extent_problems, region_sizes, under
-from nimblert.errors import PlanInvalidError
+from nimblert.errors import PlanError, PlanFormatError, PlanInvalidError
 from nimblert.plan import (
     Candidate,
     Crop,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 import copyreg
 from collections.abc import Callable
 
-from nimblert.plan import container
+from nimblert.plan import container, parts
 from nimblert.plan.container import Source
 
 MAX_BIAS = 1 << 40
@@ -68,8 +69,9 @@ def problems(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> Iterator[str]:
     Whether conflicting accesses are ordered is checked by `hazards`. Ends after 65,536 sentences.
     """
     beyond = tuple(bounds.limit_problems(plan, limits))
+    rules = _fat_problems if plan.parts or plan.target is Target.FAT else _problems
     # A plan beyond a limit is not examined further.
-    return iter(beyond) if beyond else islice(_problems(plan, limits), _MOST_SENTENCES)
+    return iter(beyond) if beyond else islice(rules(plan, limits), _MOST_SENTENCES)
 
 
 def check(plan: Plan, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -110,6 +112,24 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
             yield from under(f"{path}[{i}]", _program_problems(scope))
     yield from program_rules.body_problems(plan, limits.trips)
     yield from program_rules.refit_problems(plan)
+
+
+def _fat_problems(fat: Plan, limits: Limits) -> Iterator[str]:
+    """Yield the problems of a fat plan and of each of its parts."""
+    if not fat.parts or fat.target is not Target.FAT:
+        yield f"parts: {len(fat.parts)}, expected some in a fat plan, and none in others"
+        return
+    if any((fat.programs, fat.bodies, fat.refits, fat.kernels, fat.modules, fat.state)):
+        yield "programs: a fat plan has parts and weights only"
+    yield from _weights_problems("weights", fat.weights, fat.weights_nbytes, limits)
+    for i, part in enumerate(fat.parts):
+        try:
+            plan = parts.filled(parts.read(fat, i, "plan", limits), fat)
+            container.verify_digest(part.file, parts.name("plan", i))
+        except PlanFormatError as exc:
+            yield f"parts[{i}]: {exc}"
+        else:
+            yield from under(f"parts[{i}]", problems(plan, limits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,18 +430,25 @@ def read_plan(
     copy: bool = False,
     limits: Limits = DEFAULT_LIMITS,
     trust: "Trust | None" = None,
+    fat: bool = False,
 ) -> Plan:
     """Return the plan in a file, or in the bytes of one, checked against ``limits``.
 
-    See `open_image` for ``copy`` and ``trust``. Raises PlanError where there is no such file; PlanSignatureError where
-    no trusted key has signed it; PlanFormatError where it is not a plan, truncated, altered (noticed only with
-    ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where ``source`` is
-    neither a path nor bytes.
+    See `open_image` for ``copy`` and ``trust``. Raises PlanError where there is no such file, or where it is a fat plan
+    and not ``fat``; PlanSignatureError where no trusted key has signed it; PlanFormatError where it is not a plan,
+    truncated, altered (noticed only with ``check_digest``) or damaged; PlanInvalidError where the plan contradicts
+    itself; and InputError where ``source`` is neither a path nor bytes.
     """
     image = container.open_image(source, copy=copy, trust=trust)
     if check_digest:
         container.verify_digest(image, container.name(source))
-    return parse_plan(image, container.name(source), limits)
+    plan = parse_plan(image, container.name(source), limits)
+    if plan.target is Target.FAT and not fat:
+        raise PlanError(
+            f"{container.name(source)}: is a fat plan, of {len(plan.parts)} parts: give one of the plans from which it"
+            " was merged"
+        )
+    return plan
 
 
 def parse_plan(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Plan:
@@ -433,7 +460,7 @@ def parse_plan(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) ->
 
 def _reduced(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
     """Return what pickle and copy make a plan of: its file."""
-    return read_plan, (bytes(plan.stored()),)
+    return partial(read_plan, fat=True), (bytes(plan.stored()),)
 
 
 copyreg.pickle(Plan, _reduced)

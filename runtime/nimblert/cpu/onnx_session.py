@@ -243,7 +243,7 @@ class SessionCache:
         self._entered = 0
         self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
-            _check_origin(origin)
+            check_origin(origin)
 
     def over(self, weights: HostWeights) -> "SessionCache":
         """Return a cache over other weights, with the sessions that read none of the changed ones."""
@@ -425,7 +425,7 @@ def _element_type(parameter: Parameter, array: np.ndarray) -> Any:
     return array.dtype.type if array.dtype.isbuiltin == 1 else ELEMENT_TYPES[parameter.dtype]
 
 
-def _check_origin(origin: str) -> None:
+def check_origin(origin: str) -> None:
     """Raise DeviceMismatchError where the plan's blocks of channels have another size than this CPU's."""
     name, _, layout = origin.partition(" ")
     if name != ORIGIN:

@@ -19,6 +19,7 @@ from nimblert.plan.records import (
     Op,
     Parameter,
     ParameterKind,
+    Part,
     Plan,
     Pointer,
     Profile,
@@ -40,7 +41,7 @@ from nimblert.plan.records import (
 
 __all__ = [
     "ITEM_NBYTES", "Access", "Candidate", "Command", "Crop", "Device", "Dim3", "Fit", "Golden", "GoldenOutput",
-    "Kernel", "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Plan", "Pointer", "Profile",
-    "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Switch", "Target", "Tensor", "Wait",
-    "Weight", "While", "Work", "listed",
+    "Kernel", "Launch", "Memcpy", "Memset", "Module", "Op", "Parameter", "ParameterKind", "Part", "Plan", "Pointer",
+    "Profile", "Program", "Record", "Region", "Relocation", "Role", "ScheduleRecord", "Switch", "Target", "Tensor",
+    "Wait", "Weight", "While", "Work", "listed",
 ]  # fmt: skip

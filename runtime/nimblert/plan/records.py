@@ -189,10 +189,11 @@ Command: TypeAlias = Work | Record | Wait
 
 
 class Target(enum.IntEnum):
-    """Where the kernels of a plan run."""
+    """Where the kernels of a plan run; a FAT plan has none, but parts, each of which is a plan for another machine."""
 
     CUDA = 0
     CPU = 1
+    FAT = 2
 
 
 ITEM_NBYTES = {
@@ -486,6 +487,15 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A plan in a fat plan: the bytes of its whole file, and the target and device in it, by which one is chosen."""
+
+    target: Target
+    device: Device
+    file: memoryview = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A compiled model, made by ``producer`` and the libraries in ``versions``.
 
@@ -498,6 +508,9 @@ class Plan:
 
     ``refits`` replace weights. Their inputs are weights as the model has them: one with its pointer in WEIGHTS is
     stored there unchanged, and from the others the commands compute weights of the plan.
+
+    A FAT plan has ``parts``, plans of one interface for several machines, and the weights that several of them have,
+    named by the hexadecimal digests by which parts refer to them.
 
     A plan that was read is a view of the bytes of its file; one that was made in memory, by `dataclasses.replace` too,
     has none.
@@ -516,6 +529,7 @@ class Plan:
     programs: tuple[Program, ...]
     refits: tuple[Program, ...] = ()
     bodies: tuple[Program, ...] = ()
+    parts: tuple[Part, ...] = ()
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
     saved_nbytes: int = field(default=0, init=False, repr=False, compare=False)

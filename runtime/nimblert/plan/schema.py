@@ -286,6 +286,11 @@ TABLES = {
         Field("role", "Role", plan.Role.ENTRY, (2, 0)),
         Field("fits", "[Fit]", (), (2, 1)),
     )),
+    "Part": Table(plan.Part, (
+        Field("target", "Target", plan.Target.CUDA, (2, 4)),
+        Field("device", "Device", REQUIRED, (2, 4)),
+        Field("file", "Segment", REQUIRED, (2, 4)),
+    )),
     "Plan": Table(plan.Plan, (
         Field("schema", "SchemaVersion", REQUIRED),
         Field("trailer", "Segment", REQUIRED),
@@ -302,6 +307,7 @@ TABLES = {
         Field("programs", "[Program]", ()),
         Field("refits", "[Program]", (), (2, 1)),
         Field("bodies", "[Program]", (), (2, 2)),
+        Field("parts", "[Part]", (), (2, 4)),
     )),
 }  # fmt: skip
 """Every table of the schema, each behind those that it holds."""
