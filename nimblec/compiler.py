@@ -12,6 +12,7 @@ from nimblec.base.options import Options, TargetChoice
 from nimblec.base.source import Source
 from nimblec.base.stages import Observer, Stopwatch, stage
 from nimblec.find_source import find_source
+from nimblec.plan import encoder
 from nimblec.plan.plan_cache import compile_once
 from nimblec.plan.stripping import strip
 from nimblert.check.verify import read_plan
@@ -60,6 +61,7 @@ def compile_model(
     options: Options,
     output: Path | None = None,
     weights: Path | None = None,
+    compress_weights: bool = False,
     observer: Observer,
     dynamic_shapes: Any = None,
 ) -> Compiled:
@@ -68,7 +70,8 @@ def compile_model(
     ``model``, ``example_inputs``, ``kwargs`` and ``dynamic_shapes`` are what `nimblec.compile` takes. The
     file is written under another name, checked, and renamed: whatever goes wrong, an older file is still
     there. A symbolic link stays, and what it leads to is replaced. ``weights`` is a file for the weights, of which the
-    plan is then stripped. Raises ArgumentError, CompileError, DeviceMismatchError.
+    plan is then stripped; ``compress_weights`` compresses those that shrink instead. Raises ArgumentError,
+    CompileError, DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
     stopwatch = Stopwatch(observer)
@@ -82,6 +85,8 @@ def compile_model(
             raise missing_package(exc) or exc from exc
         if weights is not None:
             strip(written, weights)
+        elif compress_weights:
+            encoder.write(read_plan(written), written, compress_weights=True)
         if output is not None:
             written.replace(destination(output))
         plan = read_plan(output or written)  # the mapping outlives the temporary file

@@ -180,6 +180,12 @@ from nimblert.plan.records import DEFAULT_LIMITS
     help="Write the weights to a safetensors file instead of PLAN, which keeps their digests: it is loaded with "
     "--weights FILE, in Python load(plan, weights=FILE).",
 )
+@click.option(
+    "--compress-weights",
+    is_flag=True,
+    help="Compress weights that shrink by a tenth, such as integers and zeros: such a plan loads more slowly, and its "
+    "processes share no memory for them.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile_model(
@@ -187,6 +193,7 @@ def compile_model(
     output: Path,
     *,
     weights: Path | None,
+    compress_weights: bool,
     no_plan_cache: bool,
     verbose: bool,
     quiet: bool,
@@ -217,6 +224,7 @@ def compile_model(
         if given[cache] is None:
             del given[cache]
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
+    refuse_both("--strip-weights", "--compress-weights", given=weights is not None and compress_weights)
     refuse_both("--plan-cache", "--no-plan-cache", given=no_plan_cache and "plan_cache" in given)
     refuse_both("--reproducible", "--timing-cache", given=given["reproducible"] and "timing_cache" in given)
     if no_plan_cache:
@@ -241,7 +249,14 @@ def compile_model(
         echo(f"target: {chosen.name.lower()} ({reason})")
     options = read_options(**{**given, "target": chosen.name.lower()})
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
-        made = compiler.compile_model(model, options=options, output=output, weights=weights, observer=observer)
+        made = compiler.compile_model(
+            model,
+            options=options,
+            output=output,
+            weights=weights,
+            compress_weights=compress_weights,
+            observer=observer,
+        )
     if quiet:
         return
     for note in made.notes:

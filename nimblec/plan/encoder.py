@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
+from itertools import chain
 from os import PathLike
 from typing import Any, BinaryIO, NamedTuple
 
@@ -81,7 +82,7 @@ def encode(plan: Plan, *, compress_weights: bool = False) -> Encoded:
     Equal plans give equal bytes. Raises PlanFormatError where a number does not fit its field or the FlatBuffer would
     pass 2 GiB.
     """
-    packed = _packed((*plan.modules, *plan.state, *(plan.weights if compress_weights else ())))
+    packed = _packed(plan, compress_weights=compress_weights)
     encoder = _Encoder(packed)
     try:
         buffer = encoder.finish(plan)
@@ -130,17 +131,27 @@ def _contents(plan: Plan) -> Iterator[tuple[Module | Weight | Part, memoryview]]
         yield part, part.file
 
 
-def _packed(records: Sequence[Module | Weight]) -> dict[int, memoryview]:
+def _packed(plan: Plan, *, compress_weights: bool) -> dict[int, memoryview]:
     """Return the compressed bytes of those records that are worth it, and that default limits allow, by id."""
     compressor, left, found = zstandard.ZstdCompressor(level=_LEVEL), DEFAULT_LIMITS.unpacked_nbytes, {}
-    for record in records:
-        data = record.code if isinstance(record, Module) else record.data
-        if _LEAST_SAVED_NBYTES < data.nbytes <= left:
+    tensors = (*plan.state, *(plan.weights if compress_weights else ()))
+    candidates = chain(
+        ((module, module.code, _code_alignment(plan)) for module in plan.modules),
+        ((tensor, tensor.data, ALIGNMENT) for tensor in tensors),
+    )
+    for record, data, alignment in candidates:
+        # What is not compressed is aligned, and the padding behind it saved, too.
+        whole = -(-data.nbytes // alignment) * alignment
+        if whole > _LEAST_SAVED_NBYTES and data.nbytes <= left:
             packed = memoryview(compressor.compress(data))
-            if data.nbytes - packed.nbytes >= max(_LEAST_SAVED_NBYTES, data.nbytes / _LEAST_SAVED_SHARE):
+            if whole - packed.nbytes >= max(_LEAST_SAVED_NBYTES, whole / _LEAST_SAVED_SHARE):
                 found[id(record)] = packed
                 left -= data.nbytes
     return found
+
+
+def _code_alignment(plan: Plan) -> int:
+    return _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT
 
 
 def _place(plan: Plan, packed: Mapping[int, memoryview], start: int) -> tuple[Segment, ...]:
@@ -150,8 +161,7 @@ def _place(plan: Plan, packed: Mapping[int, memoryview], start: int) -> tuple[Se
     modulo the page size, so that adjacent weights keep their distance and one copy can upload them all. Those in
     another file take no place, and compressed segments start where the one before ends.
     """
-    of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
-    places = [of_code] * len(plan.modules)
+    places = [(0, _code_alignment(plan))] * len(plan.modules)
     places += [(0, 1) if w.sha256 else (w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
     places += [(0, ALIGNMENT)] * len(plan.parts)
     placed = []

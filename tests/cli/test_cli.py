@@ -182,10 +182,17 @@ class Compiler(ModuleType):
         return Target.CPU, f"asked for {choice}"
 
     def compile_model(
-        self, model: str, *, options: Options, output: Path, weights: Path | None, observer: Observer
+        self,
+        model: str,
+        *,
+        options: Options,
+        output: Path,
+        weights: Path | None,
+        compress_weights: bool,
+        observer: Observer,
     ) -> SimpleNamespace:
         """Pretend two stages."""
-        assert weights is None
+        assert (weights, compress_weights) == (None, False)
         self.asked.append((model, options))
         observer("capture", None)
         observer("capture", 1.234)

@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import plans
 import pytest
 import zstandard
+from command_line import CommandLine
 from copying import copying, drawn
+from onnx import TensorProto, helper, numpy_helper
 
 import nimblert
 from nimblec.plan import encoder
@@ -61,6 +64,22 @@ def test_compressed_state_is_what_a_run_reads(put: object, tmp_path: Path) -> No
         np.testing.assert_array_equal(model(drawn(0, (64, 64))), state)
 
 
+def test_compile_compresses_weights_if_asked(nimblec: CommandLine, tmp_path: Path) -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (64, 64)) for name in "xy")
+    nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
+    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
+    graph = helper.make_graph(nodes, "add", [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    onnx.save(model, tmp_path / "m.onnx")
+    plan, options = tmp_path / "m.plan", ("--target", "cpu", "--no-plan-cache", "--compress-weights")
+    nimblec.prints("compile", tmp_path / "m.onnx", "-o", plan, *options)
+    assert read_plan(plan).saved_nbytes > 64 * 64 * 3
+    with nimblert.load(plan) as loaded:
+        np.testing.assert_array_equal(loaded(np.zeros((64, 64), np.float32)), np.eye(64))
+    stripped = ("--strip-weights", tmp_path / "w.safetensors")
+    assert "cannot be used" in nimblec.refused("compile", tmp_path / "m.onnx", "-o", plan, *options, *stripped)
+
+
 def lying(declared: int) -> bytes:
     """A frame of a mebibyte of zeros whose header declares another size."""
     made = bytearray(zstandard.ZstdCompressor().compress(bytes(1 << 20)))
@@ -90,7 +109,7 @@ WHOLE = zstandard.ZstdCompressor().compress(bytes(5004))
 )
 def test_damaged_segments_are_refused(packed: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second module of the plan is 5,004 bytes."""
-    monkeypatch.setattr(encoder, "_packed", lambda records: {id(records[1]): memoryview(packed)})
+    monkeypatch.setattr(encoder, "_packed", lambda plan, **_: {id(plan.modules[1]): memoryview(packed)})
     file = encoder.encode_file(plans.cuda_plan())
     with pytest.raises(PlanFormatError, match=message) as caught:
         read_plan(file)

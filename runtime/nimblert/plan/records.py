@@ -533,7 +533,7 @@ class Plan:
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
     saved_nbytes: int = field(default=0, init=False, repr=False, compare=False)
-    """How many bytes smaller that file is than with its segments uncompressed."""
+    """How many bytes its compressed segments take less in that file than in memory."""
 
     @property
     def entries(self) -> dict[str, tuple[Program, ...]]:
