@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nimblert import fitting
 from nimblert.arena import Arena
 from nimblert.calls.backend import Loaded
 from nimblert.calls.entries import Signature
@@ -242,6 +241,7 @@ def load(
     decoded = container.decoded(image, path, limits)
     choice, shared = "", None
     if decoded.target is Target.FAT:
+        from nimblert import fitting
         from nimblert.plan import parts
 
         shared = decoded
@@ -314,6 +314,10 @@ def checked(
 
 
 def _check_target(plan: Plan, target: str | None) -> None:
+    if target is None:
+        return
+    from nimblert import fitting
+
     if fitting.is_excluded(plan.target, target):
         raise InputError(f"target: got {target!r}, and the plan is for {plan.target.name.lower()} alone")
 

@@ -13,8 +13,8 @@ def choose(fat: Plan, target: str | None = None, ordinal: int = 0) -> tuple[int,
     Parts for GPUs come before those for the CPU. ``target`` excludes parts of other targets, and another ``ordinal``
     than 0 those for the CPU. Raises DeviceMismatchError where no part is left, PlanInvalidError where there are none.
     """
-    if not fat.parts:
-        raise PlanInvalidError(["parts: the fat plan has none"])
+    if not 0 < len(fat.parts) <= parts.MOST_PARTS:
+        raise PlanInvalidError([f"parts: {len(fat.parts)}, expected 1 to {parts.MOST_PARTS}"])
     refused: list[str] = []
     for index in sorted(range(len(fat.parts)), key=lambda i: fat.parts[i].target is Target.CPU):
         part = fat.parts[index]

@@ -282,8 +282,9 @@ def changed_weight(fat: Plan) -> bytes:
         (lambda fat: misplaced(fat, 0, 64), r"trailer|the one before it ends"),
         (changed_weight, "weight 'w': the fat plan does not hold it, or it was altered"),
         (lambda fat: encoder.encode_file(replace(fat, weights=())), "weight 'w': the fat plan does not hold it"),
-        (lambda fat: encoder.encode_file(replace(fat, parts=())), "parts: the fat plan has none|parts: 0, expected"),
-        (lambda fat: encoder.encode_file(replace(cuda_plan(), parts=fat.parts)), "parts: 3, expected some in a fat"),
+        (lambda fat: encoder.encode_file(replace(fat, parts=())), "parts: 0, expected 1 to 256"),
+        (lambda fat: encoder.encode_file(replace(cuda_plan(), parts=fat.parts)), "and none in others"),
+        (lambda fat: encoder.encode_file(replace(fat, parts=fat.parts[:1] * 257)), "parts: 257, expected 1 to 256"),
         (lambda fat: bytes(fat.image)[:-5000], "is cut short"),
     ],
 )

@@ -116,8 +116,8 @@ def _problems(plan: Plan, limits: Limits) -> Iterator[str]:
 
 def _fat_problems(fat: Plan, limits: Limits) -> Iterator[str]:
     """Yield the problems of a fat plan and of each of its parts."""
-    if not fat.parts or fat.target is not Target.FAT:
-        yield f"parts: {len(fat.parts)}, expected some in a fat plan, and none in others"
+    if fat.target is not Target.FAT or not 0 < len(fat.parts) <= parts.MOST_PARTS:
+        yield f"parts: {len(fat.parts)}, expected 1 to {parts.MOST_PARTS} in a fat plan, and none in others"
         return
     if any((fat.programs, fat.bodies, fat.refits, fat.kernels, fat.modules, fat.state)):
         yield "programs: a fat plan has parts and weights only"

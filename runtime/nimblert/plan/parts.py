@@ -9,6 +9,9 @@ from nimblert.plan import Device, Plan, Target, Weight
 from nimblert.plan.container import check_frame, decoded
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
+MOST_PARTS = 256
+"""Each of which is asked about, and named, when none fits."""
+
 
 def describe(target: Target, device: Device) -> str:
     """Return what a plan runs on, in words."""
