@@ -135,7 +135,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
 @contextmanager
 def _folder(output: Path | None) -> Iterator[Path]:
-    """A folder to build the file in, beside its final place, so that renaming it is atomic."""
+    """Yield a folder to build the file in, beside its final place, so that renaming it is atomic."""
     parent = destination(output).parent if output else None
     with ExitStack() as stack:
         try:

@@ -95,7 +95,7 @@ def _check_dims(entry: Entry, dims: Sequence[tuple[str, int]]) -> None:
 
 
 def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> Program:
-    """The program for these sizes, or the nearest one with its inputs resized to them; the first if none are known."""
+    """Return the program for these sizes, or the nearest one with its inputs resized to them; else the first."""
     axes = Axes(programs)
     sizes = dict(dims)
     for tensor, of in axes.of_inputs(programs[0]):

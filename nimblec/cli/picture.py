@@ -113,7 +113,7 @@ def _style(letter: str, letters: Mapping[str, str]) -> str:
 
 
 def _axis(canvas: _Canvas, times: Timeline) -> Text:
-    """Times at the columns where they are, and the whole at the end of each row's line."""
+    """Return the time axis: the times at their columns, and the total at the end of the line."""
     ticks = max(1, canvas.columns // _TICK_COLUMNS)
     line = ""
     for tick in range(ticks):
@@ -144,7 +144,7 @@ def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[st
 
 
 def _marks(times: Timeline, canvas: _Canvas, stream: int) -> Text:
-    """Below a row: where it decides how long the run takes, and where it waits or is waited for."""
+    """Mark, below a row, where it is on the critical path, and where it waits or is waited for."""
     marks = [" "] * canvas.columns
     for index in times.critical_path:
         span = times.spans[index]

@@ -103,7 +103,7 @@ def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
 
 
 def _numbered(graph: GraphProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
-    """New names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
+    """Return new names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
     every = [inner for node in nodes for inner in (node, *chain(*map(model_nodes.nodes, subgraphs(node))))]
     fixed |= {value.name for node in every for body in subgraphs(node) for value in (*body.input, *body.output)}

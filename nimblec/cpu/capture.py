@@ -264,7 +264,7 @@ class _Builder:
         self._bodies: list[Body] = []
 
     def add_input(self, name: str, sample_range: tuple[int, int] | None) -> None:
-        """A graph input and its buffer."""
+        """Add a graph input and its buffer."""
         kept = self._state.get(name)
         if isinstance(kept, ModelState):
             data = np.ascontiguousarray(kept.data).reshape(-1).view(np.uint8).data.toreadonly()
@@ -275,7 +275,7 @@ class _Builder:
         self._inputs.append(self._view(name, self._types[name], sample_range))
 
     def _add_node(self, node: NodeProto) -> None:
-        """The tasks of a node, with buffers for what it writes.
+        """Add the tasks of a node, with buffers for what it writes.
 
         A loop or branch whose bodies have values of one size each runs them as programs; ONNX Runtime runs any other.
         """
@@ -309,7 +309,7 @@ class _Builder:
         return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
 
     def _add_crop(self, output: int, name: str) -> None:
-        """The task that cuts an output of unknown size."""
+        """Add the task that cuts an output of unknown size."""
         value = self._regions.cropped[name].sizes
         sizes = Access(buffer=self._memory.of(value), offset=0, nbytes=self._types[value].nbytes)
         self._add_op("crop", next(node for node in self._model.graph.node if name in node.output))
@@ -350,7 +350,7 @@ class _Builder:
         return _Control(loop=loop, bodies=bodies, graphs=tuple(graphs))
 
     def _add_control(self, node: NodeProto, found: "_Control") -> None:
-        """The task that runs the bodies, with those that fill a loop's carried values."""
+        """Add the task that runs the bodies, and the tasks that fill a loop's carried values."""
         loop = found.loop
         if loop is None:
             slots = [

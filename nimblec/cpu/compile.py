@@ -277,7 +277,7 @@ def _scheduled(
 
 
 def _examples(options: Options) -> tuple[InputSpec, ...]:
-    """Shapes and dtypes of the examples."""
+    """Return the shapes and dtypes of the examples."""
     return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 
@@ -290,7 +290,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:
-    """What the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
+    """Return what the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
     axes = Axes(plan.programs)
     return {
         program.name: prove_onnx(

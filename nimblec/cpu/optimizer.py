@@ -122,7 +122,7 @@ def folded(model: ModelProto, folder: Path, names: Collection[str]) -> dict[str,
 def _optimize(
     model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting
 ) -> tuple[ModelProto, tuple[str, ...]]:
-    """The model that ONNX Runtime's optimiser saves at ``path``, and the names of the rewrites that changed it."""
+    """Return the model that ONNX Runtime's optimiser saves at ``path``, and the rewrites that changed it."""
     log = path.with_suffix(".log")
     try:
         _save(model, folder, path, level, rewriting)
@@ -236,7 +236,7 @@ _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: cons
 
 
 def refusal(error: RefusedError, model: ModelProto) -> UnsupportedModelError:
-    """The error for a model that ONNX Runtime refuses to open, with the part of its words that concerns the model."""
+    """Return the error for a model that ONNX Runtime refuses to open, with the part of its message about the model."""
     return UnsupportedModelError(f"ONNX Runtime {onnxruntime().__version__} {_said(str(error), model)}")
 
 

@@ -39,7 +39,7 @@ class Refittable:
     after: Counter[str]
 
     def notes(self) -> Iterator[str]:
-        """Notes on the optimisations given up and on the weights that cannot be replaced."""
+        """Yield notes on the optimisations given up and on the weights that cannot be replaced."""
         more, fewer = self.after - self.before, self.before - self.after
         if more or fewer:
             yield f"refittable: an optimisation is given up: {_listed(more)} instead of {_listed(fewer)}"
@@ -72,7 +72,7 @@ class Model:
     names: frozenset[str] | None = None
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Its weights, by name."""
+        """Return the model's weights by name."""
         found = weights_of(self.proto, self.folder)
         return {name: array for name, array in found.items() if self.names is None or name in self.names}
 

@@ -86,7 +86,7 @@ def _waited_ns() -> int:
 
 
 def _count(seconds: float) -> int:
-    """Runs to measure: as many as fit into 0.2 s, from 5 to 100; fewer of a slow program, within 2 s."""
+    """Return how many runs to measure: 5 to 100, as many as fit into 0.2 s; fewer of a slow program, within 2 s."""
     most, least = (int(budget / max(seconds, 1e-6)) for budget in (_TARGET_S, _LIMIT_S))
     return max(1, min(least, 5), min(most, 100))
 

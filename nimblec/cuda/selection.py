@@ -130,7 +130,7 @@ def half(precision: str) -> "torch.dtype | None":
 
 
 def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = None) -> Provenance:
-    """The provenance of a plan of this compilation; ``variants`` are the names of the selected ones, by entry."""
+    """Return the provenance of a plan of this compilation; ``variants`` are the selected ones' names, by entry."""
     kept = list((variants or {}).values())
     how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
     made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.options.precision))

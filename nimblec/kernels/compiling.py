@@ -98,7 +98,7 @@ def _start(jobs: Sequence[Job], gpu: GPU) -> "subprocess.Popen[str]":
 
 
 def _main() -> None:
-    """A worker: jobs as JSON from standard input."""
+    """Compile, as a worker process, the jobs that standard input holds as JSON."""
     architecture = int(sys.argv[1])
     for described in json.load(sys.stdin):
         compile_job(Job(**described), architecture=architecture)

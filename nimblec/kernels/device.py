@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr):
-    """The prologue of x (rows, columns) in float32; ``image`` of each row, None where there is only one."""
+    """Apply the prologue to x (rows, columns) in float32; ``image`` is each row's, None where there is only one."""
     exists = channel < CHANNELS
     x = x.to(tl.float32)
     if scale_ptr is not None:
@@ -36,7 +36,7 @@ def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: t
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of that name, in float32."""
+    """Apply the activation of that name, in float32."""
     if ACTIVATION == "relu":
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "relu6":

@@ -132,7 +132,7 @@ class Selector(Generic[Request, Tiling]):
         compile_jobs: Compile,
         preferred: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``timer`` times calls that take the number, below ``length``, of a copy of their weights from the ``pool``.
+        """Take a ``timer`` of calls that take the number, below ``length``, of a copy of their weights in ``pool``.
 
         ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
         ``preferred`` are tilings that are used instead of the fastest, by the key of a `Contest`.
@@ -206,7 +206,7 @@ class Selector(Generic[Request, Tiling]):
 
 
 def _contenders(choice: Choice, named: Container[str]) -> list[str]:
-    """The chosen tiling and those nearly as fast, the fastest first; none where the framework's calls were chosen."""
+    """Return the chosen tiling and those nearly as fast, the fastest first; none if the framework's calls won."""
     if choice.best not in named:
         return []
     times = choice.microseconds
@@ -215,7 +215,7 @@ def _contenders(choice: Choice, named: Container[str]) -> list[str]:
 
 
 def timing_fingerprint(templates: Iterable[str]) -> str:
-    """What times depend on besides the request: the device, library versions, the code of the templates' modules."""
+    """Hash what times depend on besides the request: the device, library versions, the templates' code."""
     from triton import __version__ as triton_version
     from triton import knobs
 

@@ -51,7 +51,7 @@ def atan2(y: Any, x: Any, dtype: Any) -> Any:
 
 
 def _is_negative(value: Any, zero: Any) -> Any:
-    """Of -0, whose reciprocal is below zero, too."""
+    """Return whether numbers are negative, -0 among them: its reciprocal is below zero, too."""
     return op.Less(op.Min(value, op.Reciprocal(value)), zero)
 
 

@@ -168,7 +168,7 @@ def _is_operand(name: str, value: object) -> bool:
 
 
 def _evaluated(call: _Call, fills: Sequence[Number | None]) -> Number | None:
-    """What a call makes of numbers in the place of its operands."""
+    """Return what a call makes of numbers in the place of its operands."""
     left = list(fills)
     target: Any = call.node.target
     arguments = bound(call.node)

@@ -86,7 +86,7 @@ class Draws:
         return {tensor.name: base[tensor.name][box_of(of, starts, stops)] for tensor, of in sides}
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
-        """Random inputs, with masks that leave everything."""
+        """Draw random inputs, with masks that leave everything."""
         drawn = golden.draw_inputs(self._program, seed)
         return drawn | {name: np.ones_like(drawn[name]) for name in self._masks}
 
@@ -97,7 +97,7 @@ class Draws:
         return self._scaled(seed, lambda _: _SMALL, end=0)
 
     def _scaled(self, seed: int, factor: Callable[[int], float], end: int) -> dict[str, np.ndarray]:
-        """Random floats times a factor, with integers and bools at one end of their range."""
+        """Draw random floats times a factor, with integers and bools at one end of their range."""
         drawn = self._drawn(seed)
         for tensor in self._program.inputs:
             array = drawn[tensor.name]

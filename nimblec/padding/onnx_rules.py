@@ -76,7 +76,7 @@ def _reduce(call: Call) -> list[Value]:
 
 
 def _kept(kind: str) -> Fold:
-    """What a reduction over other axes makes of equal numbers."""
+    """Return what a reduction over other axes makes of equal numbers."""
     if kind in _SUMS:
         return lambda fills: 0 if is_zero(fills[0]) else None
     return if_equal if kind in {"ReduceMean", "ReduceMax", "ReduceMin"} else to_any

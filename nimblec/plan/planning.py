@@ -229,7 +229,7 @@ def _with_times(
 def _recomputing(
     graph: Graph, captured: _Tried, memory_limit: int, most: int, join: Join
 ) -> tuple[Graph, Dag, list[_Tried]]:
-    """The graph with recomputed tasks, their order, and schedules within the limit; raises CompileError for none."""
+    """Return the graph with recomputed tasks, their order, and schedules within the limit; raises CompileError."""
     least, goal = _needed_nbytes(graph, captured, join), memory_limit
     for _ in range(_MOST_GOALS):
         smaller = recomputed(graph, goal)
@@ -245,7 +245,7 @@ def _recomputing(
 
 
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance, join: Join = _as_it_is) -> Plan:
-    """A plan to time. Its launches have no accesses: only checks use these, and there may be tens of thousands."""
+    """Return a plan to time. Its launches have no accesses: only checks use these, and there may be many."""
     graph, schedule = join(graph, tried.schedule)
     tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
     graph = replace(graph, tasks=tuple(tasks))
@@ -301,7 +301,7 @@ def _try(policy: str, graph: Graph, schedule: Schedule, join: Join = _as_it_is) 
 
 
 def _fewest_syncs(dag: Dag) -> int:
-    """|E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
+    """Return |E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
     reduced = transitive_reduction(dag)
     matched = sum(after is not None for after in maximum_matching(reduced))
     return len(reduced.edges) - matched

@@ -139,7 +139,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 
 def _names_modules(spec: str) -> bool:
-    """Whether a pytree's description, JSON in JSON, names classes by module: enums, and defaultdict's factories."""
+    """Return whether a pytree's JSON within JSON names classes by module: enums, and defaultdict's factories."""
     left: list[Any] = [spec]
     while left:
         value = left.pop()

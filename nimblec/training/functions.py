@@ -29,7 +29,7 @@ class OtherFunctions(TorchFunctionMode):
 
 
 def _mean(pool: Any, axes: int, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name
-    """Average pooling; to one pixel as the mean that it is.
+    """Average windows; to one pixel, take the mean of the whole.
 
     PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
     """
@@ -46,7 +46,7 @@ def _grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> Tensor:
-    """Of images by gathering pixels, whose gradient scatters them; of volumes by the framework."""
+    """Sample images by gathering pixels, whose gradient scatters them; leave volumes to the framework."""
     if input.dim() != _IMAGE_AXES or mode not in _MODES or padding_mode not in _PADDINGS:
         return nn.functional.grid_sample(input, grid, mode, padding_mode, align_corners)
     found: Tensor = grid_sampler_2d(input, grid, _MODES[mode], _PADDINGS[padding_mode], bool(align_corners))

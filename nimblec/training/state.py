@@ -75,7 +75,7 @@ class TrainingState:
 
 
 def initial_state(recipe: StepDefinition, *, draws: bool) -> TrainingState:
-    """The state that the next step of the optimizer would find; ``draws`` for a step that draws random numbers."""
+    """Return the state that the next step of the optimizer would find; ``draws`` for a step that draws numbers."""
     parameters = trained(recipe.model)
     names = {parameter: name for name, parameter in parameters.items()}
     slots: Named = {}
@@ -105,7 +105,7 @@ def initial_state(recipe: StepDefinition, *, draws: bool) -> TrainingState:
 
 
 def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """torch.autocast to a type on a device; nothing for None."""
+    """Return torch.autocast to a type on a device; a context that does nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

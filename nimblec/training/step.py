@@ -112,7 +112,7 @@ def _refuse_written(parameters: Sequence[str], graph: fx.Graph) -> None:
 
 
 def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
-    """Whether each of the first ``count`` arguments may change: not if what is returned for it is an unwritten copy."""
+    """Return whether each of the first ``count`` arguments may change: not one returned as an unwritten copy."""
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     (results,) = graph.output_node().args
     _, *after = cast("tuple[fx.Node, ...]", results)
@@ -222,7 +222,7 @@ def _accumulate(recipe: StepDefinition, left: TrainingState, gradients: _Gradien
 def _update(
     recipe: StepDefinition, left: TrainingState, gradients: _Gradients, is_due: Tensor | None = None, *, itself: bool
 ) -> None:
-    """The optimizer's step by these gradients, which it may change; only if it ``is_due``, and they are finite."""
+    """Step the optimizer by these gradients, which it may change; only if it ``is_due`` and they are finite."""
     takes, scale = is_due, left.own.get(SCALE)
     if itself:
         gradients = {name: _laid_out(gradient, left.parameters[name]) for name, gradient in gradients.items()}
@@ -351,7 +351,7 @@ def _stand_in(recipe: StepDefinition, parameters: Named, left: TrainingState, *,
 
 
 def _settings(group: Mapping[str, Any], *, itself: bool, is_fused: bool) -> dict[str, Any]:
-    """Settings of an optimizer that reads its rate from the device: its own kernels, or one parameter at a time."""
+    """Return settings of an optimizer that reads its rate from the device: its own kernels, or one tensor at a time."""
     if not itself:
         wanted = {"foreach": False, "fused": False, "capturable": True}
     elif "capturable" in group:

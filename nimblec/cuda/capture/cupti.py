@@ -138,7 +138,7 @@ def _pair(images: dict[int, bytes], handle: int, digest: bytes | None) -> None:
 
 
 def _elf_nbytes(address: int) -> int:
-    """Size of the ELF image at ``address`` from its header tables, 0 if it is something else."""
+    """Return the size of the ELF image at ``address`` from its header tables, 0 if it is something else."""
     if not address or ctypes.string_at(address, 4) != _ELF_MAGIC:
         return 0
     header = ctypes.string_at(address, _ELF_HEADER_NBYTES)

@@ -285,7 +285,7 @@ class ModelRecorder:
         return self._capture(zone)
 
     def _generator_memory(self, captured: Capture) -> GeneratorMemory | None:
-        """The memory of torch's generator in a capture that was not replayed yet, and of the state in its place."""
+        """Return the memory of torch's generator in a capture not yet replayed, and of the state in its place."""
         if self._generator is None:
             return None
         place = self._generator.find()

@@ -46,7 +46,7 @@ class Resident:
 def find_residents(
     root: object, inputs: Iterable[tuple[str, torch.Tensor]], known: Collection[int] = ()
 ) -> list[Resident]:
-    """Every non-empty storage on the device of a tensor in this process, sorted by address, except the ``known`` ones.
+    """Return the non-empty storages of tensors on the device, sorted by address, except the ``known`` ones.
 
     Python's garbage collector knows all tensors, including those that a module keeps in plain
     attributes, or torch.compile in its own tables. Tensors of recordings are left out.
@@ -108,7 +108,7 @@ def _device_tensors() -> list[torch.Tensor]:
 
 
 def storages() -> frozenset[int]:
-    """Identities of the storages on the device, which survive a move."""
+    """Return the identities of the storages on the device, which survive a move."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in _device_tensors())
 
 

@@ -57,7 +57,7 @@ def convolution_launch(
     norm: RowNorm | None = None,
     out_moments: Tensor | None = None,
 ) -> Launch:
-    """Writes the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory.
+    """Return the launch that writes the convolution of ``x`` to ``out``, in rows of ``shape.out_stride`` elements.
 
     In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
     columns must be a multiple of ``block_n``.
@@ -213,7 +213,7 @@ def _linear(x: Tensor, *given: Any, **how: Any) -> Prepared[Tensor]:
 
 
 def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
-    """Memory for the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
+    """Allocate the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
     rows, columns = out.shape
     assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
     return out.new_empty((columns // tiling.block_n, 2, rows), dtype=torch.float32)

@@ -75,7 +75,7 @@ def convolution(
     PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
+    """Convolve x (pixels, channels) with weight in tiles; add bias (out channels,) and residual (rows, out channels).
 
     Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
     prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
@@ -217,7 +217,7 @@ def convolution(
 
 @triton.jit
 def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
-    """The product of normalised rows out of that of the rows, whose moments are ``sums`` and ``squares``."""
+    """Derive the product of normalised rows from the rows' product and their moments ``sums`` and ``squares``."""
     mean = tl.sum(sums, 1) * (1.0 / COLUMNS)
     if NORM == "rms":
         mean = tl.zeros_like(mean)
@@ -228,7 +228,7 @@ def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.co
 
 @triton.jit
 def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr):
-    """The sum of each row of ``values``, then the sum of its squares."""
+    """Store the sum of each row of ``values``, then the sum of its squares."""
     values = values.to(tl.float32)
     tl.store(moments_ptr + rows, tl.sum(values, 1), mask=rows < ROWS)
     tl.store(moments_ptr + ROWS + rows, tl.sum(values * values, 1), mask=rows < ROWS)

@@ -134,7 +134,7 @@ def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> b
 
 
 def _uncopied(node: fx.Node) -> fx.Node:
-    """The same values before they were copied into another layout: the kernel reads any strides."""
+    """Return the values before they were copied into another layout: the kernel reads any strides."""
     best = source = node
     while is_call(source, *_COPIES):
         copied = argument(source, 0)

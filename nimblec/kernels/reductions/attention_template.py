@@ -53,7 +53,7 @@ def attention(
     STAGES: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of query (batch, heads, queries, size), out (batch, queries, heads, value size) without gaps.
+    """Attend with query (batch, heads, queries, size); write out (batch, queries, heads, value size) without gaps.
 
     Key and value have a head for each ``GROUP`` heads of the query. A mask of bits says which keys are
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
@@ -147,7 +147,7 @@ def attention(
 
 @triton.jit
 def _load(pointers, is_row, is_column, ROWS_LEFT: tl.constexpr, COLUMNS_LEFT: tl.constexpr):
-    """A tile with zeros past the edges, if it has any."""
+    """Load a tile with zeros past the edges, if it has any."""
     if ROWS_LEFT and COLUMNS_LEFT:
         tile = tl.load(pointers, mask=is_row & is_column, other=0.0)
     elif ROWS_LEFT:

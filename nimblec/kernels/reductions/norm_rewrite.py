@@ -66,7 +66,7 @@ def call(request: NormRequest, tiling: NormTiling, trigger: Trigger) -> Call:
 
 
 def framework(_request: NormRequest, _pool: Pool, _length: int) -> None:
-    """None: the alternative is a generated kernel, and only the whole plan shows the gain."""
+    """Return None: the alternative is a generated kernel, and only the whole plan shows the gain."""
 
 
 NORM: Family[NormRequest, NormTiling] = Family(

@@ -28,7 +28,7 @@ def norm(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x, residual, sum and out (rows, columns) without gaps, weight and bias (columns,); sum is x + residual."""
+    """Normalise rows of x or, with a residual, of sum = x + residual; arrays are (rows, columns) without gaps."""
     if TRIGGER == "early":
         gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -131,7 +131,7 @@ class _Values:
             self.huge.update([node] if any(map(self.is_huge, parts)) else [])
 
     def in_dtype(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
-        """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
+        """Return ``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
         if fake(node).dtype == dtype:
             return node
         if (node, dtype) not in self.casts:
@@ -186,7 +186,7 @@ class _Modes:
         return _Mode.HALF
 
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
-        """Of constants, integers and bools alone: look-ups run in half precision, arithmetic on integers in float32."""
+        """Return the mode of a call without floats: half precision for look-ups, float32 for arithmetic on integers."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
         counted = is_tagged_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
@@ -206,7 +206,7 @@ class _Modes:
         )
 
     def _holds_other_floats(self, node: fx.Node) -> bool:
-        """Whether float64 or complex tensors are among its arguments and results; a single number does not count."""
+        """Return whether arguments or results are float64 or complex tensors; a single number does not count."""
         dtypes = set(self._values.before[node])
         dtypes.update(dtype for n in node.all_input_nodes for dtype in self._values.before[n] if rank_of(n))
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
@@ -333,7 +333,7 @@ class _Caster:
         return halves and autocast.name(node) in autocast.ACCUMULATIONS
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
-        """Arguments that were float32 mapped by ``take``, and numbers clamped to what ``dtype`` can hold."""
+        """Return the call with float32 arguments mapped by ``take``, and numbers clamped to the range of ``dtype``."""
         most = self._values.most if autocast.name(node) in autocast.BOUNDS else self._values.most / 2
 
         def argument(value: Any) -> Any:
@@ -349,7 +349,7 @@ class _Caster:
         return _Attempt(args, {name: argument(value) for name, value in node.kwargs.items()}, dtype)
 
     def _stays(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether a constant stays in float32 beside half precision: parameters of batch norms, single numbers."""
+        """Return whether a constant stays in float32 beside half precision: batch norms' parameters, single numbers."""
         if argument.op != "get_attr":
             return False
         is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._values.is_huge(argument)

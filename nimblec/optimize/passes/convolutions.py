@@ -15,7 +15,7 @@ RANKS = (4, 5)
 
 
 def fuse_convolutions(module: fx.GraphModule) -> None:
-    """``relu(convolution)`` and ``relu(convolution + z)`` become `aten.cudnn_convolution[_add]_relu`.
+    """Fuse ``relu(convolution)`` and ``relu(convolution + z)`` into `aten.cudnn_convolution[_add]_relu`.
 
     A call that cuDNN does not support on this device stays as it was, and so do most grouped convolutions:
     there cuDNN's fused kernels are slower than the plain ones, ten times and more where groups have more

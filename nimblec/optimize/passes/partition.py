@@ -135,7 +135,7 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
 
 
 def _is_read(value: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    """Whether anything outside its region reads the next value of a state, other than the output that returns it."""
+    """Return whether a reader outside its region reads a state's next value, except the output that returns it."""
     output = value.graph.output_node()
     others = (user for user in value.users if user is not output)
     return list(argument(output, 0)).count(value) > 1 or any(_is_outside(user, inside) for user in others)

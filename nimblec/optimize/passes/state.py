@@ -190,13 +190,13 @@ def _put_after_readers(graph: fx.Graph, state: fx.Node, writers: list[fx.Node]) 
 
 
 def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, writer) of each value that a writer replaces."""
+    """Yield (reader, writer) for each value that a writer replaces."""
     for value, writer in pairwise((state, *writers)):
         yield from ((reader, writer) for reader in readers(value) if reader is not writer)
 
 
 def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(earlier, later) of each call that writes memory and each that touches it, in their present order."""
+    """Yield (earlier, later) for each call that writes memory and each that touches it, in their present order."""
     for writer in graph.nodes:
         for written in written_nodes(writer):
             for other in readers(owner(written)):
