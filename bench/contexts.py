@@ -53,7 +53,7 @@ class Checked:
     """Calls of a plan's main entry on different inputs, each output compared with that of the input run alone."""
 
     def __init__(self, model: nimblert.Executable, contexts: int) -> None:
-        """``contexts``: the number that threads share, the executable's own among them."""
+        """Make ``contexts`` contexts for threads to share, the executable's own among them."""
         self._inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
         self._expected = [model.run(arrays) for arrays in self._inputs]
         self._next = 0

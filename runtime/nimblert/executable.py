@@ -60,7 +60,7 @@ class Executable(Context):
         poison: bool = False,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """``plan`` must be valid; see `load`, which checks it and documents the arguments."""
+        """Load a valid ``plan``; see `load`, which checks it and documents the arguments."""
         _check_arena(arena, plan, device)
         self.device = device
         self._poison = poison
@@ -332,7 +332,7 @@ def _executable(
 
 
 def _loaded(plan: Plan, device: int, threads: "Threads | None", limits: Limits) -> Loaded:
-    """Code and weights of a plan on its target."""
+    """Load code and weights of a plan on its target."""
     if plan.target is Target.CPU:
         from nimblert.cpu.backend import CpuLoaded
 

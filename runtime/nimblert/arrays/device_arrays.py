@@ -202,7 +202,7 @@ class DeviceOutput:
     """
 
     def __init__(self, array: DeviceArray) -> None:
-        """``array.owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
+        """Wrap an array whose ``owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
         self.shape = array.shape
         self.dtype = array.dtype
         self.strides = array.strides
@@ -213,7 +213,7 @@ class DeviceOutput:
         return f"DeviceOutput({self.dtype} {self.shape}, device {self.device})"
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's kind of device, CUDA, and the ordinal."""
+        """Return DLPack's kind of device, CUDA, and the ordinal."""
         return dlpack.CUDA, self.device
 
     def __dlpack__(

@@ -18,7 +18,7 @@ class CallLock:
     """
 
     def __init__(self, noun: str, again: str, *, waits: bool) -> None:
-        """``noun`` and ``again`` are for messages: "executable", "load the plan again"."""
+        """Name the owner for messages by ``noun`` and ``again``: "executable", "load the plan again"."""
         self._noun, self._again, self.waits = noun, again, waits
         self._process = os.getpid()
         self._lock = threading.RLock()

@@ -121,7 +121,7 @@ def _domains(node: Node) -> set[str]:
 
 
 def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[str]:
-    """Inputs, outputs and initializers of the model are the parameters, in order."""
+    """Require the model's inputs, outputs and initializers to be the parameters, in order."""
     external = [tensor for tensor in graph.initializer if tensor.data_location == _EXTERNAL]
     for kind, what, found in (
         (ParameterKind.INPUT, "inputs", [declared(value) for value in graph.input]),
@@ -181,7 +181,7 @@ def _most_nbytes(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
 
 
 def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | None]:
-    """Name, dtype and shape of an input or output; None for what is not declared."""
+    """Return name, dtype and shape of an input or output; None for what is not declared."""
     tensor = value.type.tensor_type if value.type is not None else None
     if tensor is None:
         return value.name, None, None
@@ -191,7 +191,7 @@ def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | No
 
 
 def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int | None]:
-    """ONNX's element type of each value that the nodes of the model may read or write; None for one of no tensor."""
+    """Return ONNX's element type of each value that the model's nodes may read or write; None for no tensor."""
     constants: dict[str, int | None] = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
     inner = {name or "": ELEMENT_TYPES.get(dtype or "") for name, dtype, _ in map(declared, graph.value_info)}
     return constants | inner | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
@@ -282,7 +282,7 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: set[str], *, in
 
 
 def _unwritten_problems(node: Node, attribute: Attribute) -> Iterator[str]:
-    """Attributes by which a kernel writes more outputs than there are, or leaves one as its memory was before."""
+    """Reject attributes by which a kernel writes more outputs than there are, or leaves one unwritten."""
     # num_outputs is an attribute of Split.
     if attribute.name == "num_outputs" and attribute.i != len(node.output):
         yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"

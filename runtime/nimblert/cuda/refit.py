@@ -54,7 +54,7 @@ class Refitter:
             call("cuCtxSynchronize")
 
     def _prepare(self, programs: Sequence[Program]) -> "_PreparedRefits":
-        """Memory and graph for these refits, those of the last time where it was the same ones."""
+        """Return memory and graph for these refits, the last call's if it had the same ones."""
         if self._prepared is None or [*map(id, self._prepared.programs)] != [*map(id, programs)]:
             self.close()
             self._prepared = _PreparedRefits(self._device, programs, self._weights, self._functions)

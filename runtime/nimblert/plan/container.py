@@ -142,7 +142,7 @@ def _fill(target: memoryview, file: BufferedReader) -> int:
 
 
 def digest(image: memoryview) -> bytes:
-    """SHA-256 of all of a plan file's bytes but the digest itself.
+    """Hash all of a plan file's bytes but the digest itself by SHA-256.
 
     hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """
