@@ -21,7 +21,7 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
+        """Map (N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
         y = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -45,10 +45,10 @@ class ResNet(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to logits."""
+        """Map images to logits."""
         return self.head(self.blocks(self.stem(x)))
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A narrow ResNet, whose last stage has two blocks, and an image of 64 pixels."""
+    """Build a narrow ResNet, whose last stage has two blocks, and an image of 64 pixels."""
     return ResNet(width=16, classes=10, stages=(1, 1, 1, 2)).eval(), (torch.randn(1, 3, 64, 64),)
