@@ -1,12 +1,10 @@
 """Loops and branches: their bodies as models of their own, which become programs that the plan's commands run.
 
-A body is closed: what it reads of the graph around it is an input, or a constant of its own. What it hands on lies in
-memory outside of it, its *slots*: a loop's carried values, and the results of a branch. A slot is an input of the
-body's model with the value before, and an output with the value after, as state of a model is; so `place_state` decides
-what is written there directly.
+A body reads inputs and its own constants, nothing of the graph around it. Its results lie in *slots*, memory outside of
+the body: a loop's carried values, a branch's results. As with a model's state, a slot is an input of the body with the
+value before and an output with the value after, so `place_state` decides what is written in place.
 
-ONNX's Loop and Scan become one kind of loop, "while a bool is true": the counter, the bool and the stacked outputs are
-carried values, too, and nodes of the body compute the next of each.
+ONNX's Loop and Scan become one kind of loop, "while a bool is true". Counter, bool and stacked outputs are carried.
 """
 
 from collections.abc import Mapping, Sequence

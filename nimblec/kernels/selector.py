@@ -48,13 +48,12 @@ def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
 class Family(Generic[Request, Tiling]):
     """A kind of kernels, and how it is put into a graph.
 
-    ``requests`` finds what one launch could compute, ``tilings`` lists the candidates for it, the most promising
-    first, and ``call`` describes the launch. ``framework`` makes the framework's call for comparison, with copies of
-    its weights; it returns None where the alternative is a generated kernel, which cannot be timed here: then
-    candidates are only compared with each other. ``use`` replaces the requests that a function gives a tiling for,
-    after ``prepare`` has rewritten the graph to allow more of them. With ``needs_whole_plan``, only the time of a
-    whole plan shows whether the kernels gain. ``templates`` are the modules whose code the times depend on, and
-    ``reason`` says why the family has its place in the order.
+    ``requests`` finds what one launch could compute, ``tilings`` lists its candidates, the most promising first, and
+    ``call`` describes the launch. ``framework`` makes the framework's call to compare with, or returns None where that
+    is a generated kernel, which cannot be timed alone. ``prepare`` rewrites the graph to allow more requests; ``use``
+    replaces those that a function gives a tiling for. With ``needs_whole_plan``, only the time of a whole plan shows
+    the gain. ``templates`` are the modules whose code the times depend on; ``reason`` explains the family's place in
+    the order.
     """
 
     name: str

@@ -1,14 +1,9 @@
 """Reads of a part of a tensor, and writes to one.
 
-A diagonal torch.onnx reads as a sum of products with zeros, which are no numbers beside infinity, and an index of int32
-as ONNX Runtime takes none.
-
-Writes of a few rows become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor before and
-after where the rows are not of its first dimension: two copies of a whole cache. Here every dimension up to theirs is
-indexed instead, and each row is one contiguous copy.
-
-What a mask chooses torch.onnx counts, also where one value replaces all of it, and a plan's sizes are fixed. Of values
-that are scattered as a mean it keeps the last one; with other reductions it scatters them by one of several operators.
+torch.onnx reads a diagonal as a product with zeros, which is NaN beside infinity. It writes rows between two
+transposes, copies of a whole cache, unless they are of the first dimension: here ScatterND indexes every dimension up
+to theirs, and ONNX Runtime writes in place. It counts what a mask chooses, though a plan's sizes are fixed, and keeps
+only the last of values that are scattered as a mean.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,14 +26,10 @@ class RelocatedParams:
 class Relocator:
     """Classifies the 8-byte words of parameter buffers.
 
-    A word that moved like an allocation is a pointer to it. Any other byte that differs is padding with stale stack
-    contents, and becomes zero (the bytes beside it may be a one-byte number). A word that did not move is a number,
-    unless it is the address of an ``earlier`` allocation, or of memory that CUDA knows and the allocator does not.
-
-    A stale pointer in padding need not move: torch's kernels for strided tensors take an array for 25 axes, most of it
-    as the stack was. So the allocator's memory is never that of a library, and an address of another model's weight is
-    a number unless the op has a tensor there. Pointers to the memory of a ``generator`` become pointers to the state in
-    its place.
+    A word that moved like an allocation is a pointer to it. Any other byte that differs is stale padding, and becomes
+    zero. A word that did not move is a number, unless it is the address of an ``earlier`` allocation, or of memory that
+    CUDA knows and the allocator does not. The address of another model's weight may be stale, too: it is a number
+    unless the op has a tensor there. Pointers to a ``generator`` become pointers to the state that replaces it.
     """
 
     def __init__(

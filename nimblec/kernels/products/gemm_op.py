@@ -1,13 +1,10 @@
 """Convolutions and products as torch ops: `nimblec.kernels.launch` says what an op is.
 
 ``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
-tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`).
-
-Results are new memory, except for `convolution_into`, which writes its result to ``out``, part of the
-channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
-that may run concurrently need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`;
-scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`; ``arithmetic``
-is an `Arithmetic`.
+tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). `convolution_into` writes to ``out``, part of
+the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of their own.
+``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
+`nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence

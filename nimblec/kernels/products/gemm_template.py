@@ -3,25 +3,17 @@
 # ruff: noqa: C901, PLR0912, PLR0915 - one kernel; branches are taken while it is compiled
 """The Triton kernel of convolutions and small matrix products: an implicit matrix product with a split sum.
 
-Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width,
-channels), as the channels lie last. The blocks that share a tile leave their sums in float32 in a
-workspace; the last one to arrive adds them up in their fixed order, so that the result does not
-depend on the order of arrival, and finishes the tile.
+Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width, channels). Blocks that
+share a tile leave float32 sums in a workspace; the last block to arrive adds them in a fixed order, so that the result
+does not depend on the order of arrival.
 
-Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
-lower 13 bits are ignored). For all bits ("tf32x3") each factor is the sum of two such numbers, and three
-of their four products are added up, each step's by itself before it joins the sum, as tensor cores cut
-off what they add (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
+Tensor cores ignore the lower 13 bits of float32 (``PRECISION`` "tf32"). For all bits ("tf32x3") each factor is split in
+two and three of the four products are added (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
+Cores", 2022).
 
-A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
-
-Rows of a product may be normalised, by layer norm or RMS norm, without materialising them: the kernel
-that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
-which loses less by their difference than rows of 11 bits have lost when they were rounded. As
-``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights include
-the norm's own, the bias the product of its bias.
-
-`nimblec.kernels.device` says how it starts early and waits.
+A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero. The kernel that
+computes the rows may also leave ``moments`` of each tile's part of a row, its sum and sum of squares, for a norm that
+is never materialised: ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``.
 """
 
 import triton

@@ -3,13 +3,10 @@
 # ruff: noqa: PLR0915 - branches are taken while they are compiled
 """Triton kernels of convolutions whose weights change from step to step, and of their gradients.
 
-Images lie channels last. All but depthwise ones are implicit matrix products with a split sum: as in
-`nimblec.kernels.products.gemm_template`, but weights lie as torch has them and are read after the wait, as the kernel
-before may write them. At small images a library's kernels fill few multiprocessors, above all those of
-the gradient of weights, whose sum runs over all pixels of a batch: it is split until they are full.
-
-Tensor cores cut off the last 13 bits of float32 factors, so each product comes out smaller by the same
-part on average; ``SCALE`` makes up for it.
+Images lie channels last. All but depthwise ones are implicit matrix products with a split sum as in
+`nimblec.kernels.products.gemm_template`, but on weights as torch has them, read after the wait, since the kernel before
+may write them. The gradient of weights sums over all pixels of a batch, and is split until it fills the GPU. ``SCALE``
+compensates for the bits of float32 factors that tensor cores cut off.
 """
 
 import triton

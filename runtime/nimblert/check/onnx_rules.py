@@ -1,14 +1,11 @@
 """The rules of the ONNX model of a CPU kernel, so that it is safe to load in ONNX Runtime.
 
-ONNX Runtime trusts much of a model: that the memory given for an initializer has its type and shape, that required
-inputs are present. So each node of a kernel's model is a valid call of an operator that `onnx_operators` lists; the
-names, dtypes and shapes of what the model reads and returns are those of the kernel's parameters, and the values
-between its nodes are declared. Whether the declarations are true is known when a session is opened
-(`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
+ONNX Runtime trusts a model's initializers and required inputs. So each node must be a valid call of an operator that
+`onnx_operators` lists, and names, dtypes and shapes must match the kernel's parameters; whether declared shapes are
+true is known when a session is opened (`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
 
-A value between nodes may have no declared shape: its size depends on values, or it is a sequence or an optional. Only
-operators that accept any shape may touch such a value, as in the bodies of loops and branches. Nobody infers the shapes
-of what is computed from it, so these are outputs, which ONNX Runtime compares with their memory, or have no shape too.
+A value without a declared shape (its size depends on values, or it is a sequence or optional) may only reach operators
+that accept any shape; what they compute is an output, compared with its memory, or has no shape either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
