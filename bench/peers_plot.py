@@ -6,7 +6,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("svg")  # needs no display
+# The SVG backend needs no display.
+mpl.use("svg")
 from matplotlib import pyplot as plt
 
 from bench.peers_table import COMPARISONS, COMPILED_MODES, Figures, by_batch, fastest, levels, microseconds, ratio

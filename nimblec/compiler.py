@@ -119,7 +119,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.pytorch.handover import hand_over  # brings in torch
+            from nimblec.pytorch.handover import hand_over
 
             with stage(observer, "export"):
                 source, options, notes = hand_over(source, options, output.parent)

@@ -7,7 +7,8 @@ import torchvision
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """Build the model with attention as eager PyTorch runs it."""
     module = torchvision.models.vit_b_16()
-    torch.nn.init.normal_(module.heads.head.weight, std=0.02)  # zeros before training
+    # The head's weights are zeros before training.
+    torch.nn.init.normal_(module.heads.head.weight, std=0.02)
     return module.eval(), (torch.randn(1, 3, 224, 224),)
 
 

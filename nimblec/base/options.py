@@ -357,7 +357,8 @@ def _array(name: str, example: Any) -> np.ndarray:
     if isinstance(example, np.ma.MaskedArray):
         raise ArgumentError(f"{name!r} is a masked array, and plans have no masks: give its .filled()")
     array = example if isinstance(example, np.ndarray) else None
-    if array is None and hasattr(example, "detach"):  # a tensor of torch
+    # Tensors of torch have ``detach``.
+    if array is None and hasattr(example, "detach"):
         array = np.asarray(example.detach().cpu())
     if array is None or array.dtype.name not in ITEM_NBYTES:
         found = f"an array of {array.dtype}" if array is not None else shortened(example)

@@ -234,7 +234,7 @@ def compile_model(
         # As with `python -m`, package.module:callable is found in the current folder.
         sys.path.insert(0, str(Path.cwd()))
 
-    from nimblec import compiler  # imports the frameworks
+    from nimblec import compiler
 
     chosen, reason = compiler.choose_target(given["target"])
     if not quiet:

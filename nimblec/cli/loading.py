@@ -77,7 +77,8 @@ def inputs(
     sized = _sized(entry.programs, given, dict(dims))
     try:
         drawn = golden.draw_inputs(sized, seed)
-    except (MemoryError, ValueError) as exc:  # the latter for more bytes than can be addressed
+    except (MemoryError, ValueError) as exc:
+        # A size beyond the address space raises ValueError.
         raise InputError(f"inputs that are not given cannot be drawn: {exc}") from exc
     return {**drawn, **restored}
 

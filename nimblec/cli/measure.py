@@ -105,7 +105,8 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
             gate, given = threading.Lock(), list[T]()
             gate.acquire()
             waiting.append((gate, given))
-        gate.acquire()  # until an item is given
+        # The gate opens when an item is given back.
+        gate.acquire()
         return given[0]
 
     def give_back(item: T) -> None:

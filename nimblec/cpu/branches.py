@@ -56,7 +56,8 @@ def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
     model_nodes.clear_repeated_names(part)
     try:
         found = optimizer.folded(part, folder, needed)
-    except UnsupportedModelError:  # so will be the whole model, for the same reason
+    except UnsupportedModelError:
+        # The whole model is refused later, for the same reason.
         return {}
     return {name: bool(array.any()) for name, array in found.items() if array.size == 1}
 
@@ -70,7 +71,8 @@ def _constants(graph: GraphProto) -> Iterator[str]:
 def _before(condition: str, makers: Mapping[str, NodeProto], given: set[str]) -> set[str] | None:
     """Return the computed values that a condition needs; None if these include an input or a node with bodies."""
     found: set[str] = set()
-    waiting = [(condition, True)]  # whether its value matters, or just its shape
+    # The bool says whether the value matters, or only the shape.
+    waiting = [(condition, True)]
     seen = set(waiting)
     while waiting:
         name, by_value = waiting.pop()

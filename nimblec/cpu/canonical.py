@@ -75,7 +75,8 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
 
     needed = list(_depth_first(graph, makers))
     found = dict.fromkeys(range(len(nodes)), len(nodes)) | {index: number for number, index in enumerate(needed)}
-    for index in reversed(needed):  # readers before their sources, so that no recursion is deep
+    # Readers come before their sources, so that no recursion is deep.
+    for index in reversed(needed):
         place(index)
     order = sorted(range(len(nodes)), key=lambda index: (place(index), found[index], index))
     rank = {index: number for number, index in enumerate(order)}

@@ -133,7 +133,8 @@ class _Values:
             recipe: weights[recipe.name] for recipe in recipes if isinstance(recipe, Source)
         }
         made = [recipe for recipe in recipes if not isinstance(recipe, Source)]
-        with suppress(*runtime_errors()):  # if ONNX Runtime cannot compute them, the weights alone are searched
+        # Without the values that ONNX Runtime cannot compute, the weights alone are searched.
+        with suppress(*runtime_errors()):
             self._arrays |= zip(made, compute(made, weights, header), strict=True)
         self._of_size: dict[int, list[WeightExpression]] = defaultdict(list)
         for recipe, array in self._arrays.items():

@@ -123,7 +123,8 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
             if not weights or (not known.unknown and _nodes(first) == _nodes(second)):
                 break
             understood = {}
-        weights = understood  # a weight that no recipe uses became part of something else, such as an attribute
+        # A weight that no recipe uses became part of something else, such as an attribute.
+        weights = understood
     optimized = first.optimized
     keep_apart(optimized.proto, known.recipes)
     before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (model.plain, optimized))

@@ -80,7 +80,8 @@ def _waited_ns() -> int:
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:
             waited += int(path.read_text().split()[1])
-        except (OSError, IndexError):  # a thread that has ended, a kernel that does not count
+        except (OSError, IndexError):
+            # The thread may have ended, and the kernel may not count.
             continue
     return waited
 

@@ -57,7 +57,8 @@ def write_checked(
         with reports.stage("check"):
             problem = lean.differing_output(request.output, run_s=run_seconds(plan))
             if problem:
-                reports.problem(problem.sentence)  # in case the search below ends the process
+                # The search below may end the process.
+                reports.problem(problem.sentence)
                 raise CompileError(f"{problem.sentence}; {_diagnosis(plan, problem, recorded)}")
 
 

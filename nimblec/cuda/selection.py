@@ -72,7 +72,8 @@ class Selector:
                 times.append(f"{recorded.name} {recorded.duration_ns / 1e3:.0f} us")
                 if best is None or recorded.duration_ns < best.duration_ns:
                     best = recorded
-                del recorded  # nothing is to keep the memory of the slower one
+                # The slower recording must not keep its memory.
+                del recorded
             except (TraceError, UnsupportedModelError) as exc:
                 forget_locals(exc)
                 failures[variant.name] = exc

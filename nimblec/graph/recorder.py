@@ -174,7 +174,8 @@ class Recorder(TorchDispatchMode):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # with its index, the key of what CUDA code keeps for each device
+            # CUDA code caches by device index, which ``fake_device`` has.
+            return args[0].fake_device
         if is_decomposed(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

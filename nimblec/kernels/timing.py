@@ -53,7 +53,8 @@ class GraphTimer:
         self._flushed = torch.empty(_CACHES * gpu.l2, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # keeps the pool alive
+        # A captured graph keeps the pool alive.
+        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])
 
     def screen(self, *, length: int = 12, repeats: int = 3) -> "GraphTimer":
         """Return a quicker timer of shorter chains, on the same memory, that narrows candidates down."""

@@ -289,7 +289,8 @@ def accuracy(
     try:
         program.initialize_inference_session(_session)
         found = program(*model.args, **model.kwargs)
-    except runtime_errors():  # reported later, with the node that it cannot run
+    except runtime_errors():
+        # A node that ONNX Runtime cannot run is reported later.
         return ()
     notes: list[str] = []
     errors: dict[str, float] = {}

@@ -58,7 +58,8 @@ def _is_negative(value: Any, zero: Any) -> Any:
 @contextmanager
 def exact_angles() -> Iterator[None]:
     """Have torch.onnx take `atan2` for real and for complex numbers, of which it takes no translation of ours."""
-    before = core._atan2  # what both of its own translations call
+    # Both of torch.onnx's translations call this function.
+    before = core._atan2
     core._atan2 = atan2
     try:
         yield

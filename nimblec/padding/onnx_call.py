@@ -90,7 +90,8 @@ class Call:
             return list(map(constant, folded))
         try:
             return rule(self)
-        except (UnknownUseError, IndexError, KeyError):  # what an older or newer opset has elsewhere
+        except (UnknownUseError, IndexError, KeyError):
+            # Another opset may have the attribute or input elsewhere.
             return self._unknown()
 
     def attribute(self, name: str, default: Any) -> Any:

@@ -299,7 +299,8 @@ def _along(call: Call) -> list[Value]:
             raise UnknownUseError
         return [call.step.elementwise([indices, flat_along(x, axis)], call.shape)]
     if axis in updates[0].axes and indices.counts(axis, updates[0].axes[axis]) and not x.axes:
-        carrier = updates[0].axes[axis]  # each position's updates are added up
+        # The updates of each position are added up.
+        carrier = updates[0].axes[axis]
         rows = Value(call.shape, {axis: replace(carrier, inner=1, fill=None)})
         others = [flat_along(value, axis) for value in (x, indices, updates[0])]
         return [call.step.elementwise([rows, *others], call.shape)]

@@ -103,7 +103,7 @@ def _files(source: Source) -> dict[str, Path]:
     _status(path)  # refuses a pipe before anything reads it
     if source.kind != "onnx":
         return {"": path}
-    from nimblec.onnx_import.external_data import data_files  # brings in onnx
+    from nimblec.onnx_import.external_data import data_files
 
     return {"": path} | {str(name): path.parent / name for name in data_files(path)}
 

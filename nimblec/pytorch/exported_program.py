@@ -104,7 +104,8 @@ def _check_pickle(name: str, content: bytes) -> None:
         return
     try:
         torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as exc:  # whatever a pickle makes of the reader
+    except Exception as exc:
+        # The reader may raise anything on a damaged pickle.
         raise _RefusedError(
             f"{name!r} in it is a pickle of more than tensors and plain values, which could run any code: export the "
             "model again with inputs made of those"

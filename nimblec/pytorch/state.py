@@ -73,7 +73,8 @@ def refuse_autocast(name: str, module: Any, why: str) -> None:
 def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
     """Return the parameters and buffers that a run of an exported model writes; TraceError names ``name``."""
     with exporting(name, "torch.export"):
-        functional = program.run_decompositions({})  # its signature lists them
+        # The signature of a functional program lists the writes.
+        functional = program.run_decompositions({})
     return state_written(functional.graph_signature)
 
 

@@ -125,7 +125,8 @@ def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Win
         found = _convolution(flat, kernels, exchanged._replace(groups=batch * channels))
         found = found.reshape(*shape[:4], *found.shape[2:]).sum(0)
         found = found.transpose(1, 2).reshape(groups * outs, channels // groups, *found.shape[3:])
-    return _narrowed(found, sizes)  # a stride that leaves pixels over makes it larger
+    # The convolution is larger if the stride leaves pixels over.
+    return _narrowed(found, sizes)
 
 
 def _narrowed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -158,7 +158,8 @@ class Executable(Context):
         if self._lock.is_foreign:
             return
         self._idle_left = 0
-        with ExitStack() as stack:  # all of them, whatever one raises
+        # The stack closes each of them, whatever another raises.
+        with ExitStack() as stack:
             if self._lock.close():
                 stack.callback(self._loaded.close)
                 stack.callback(self._free)

@@ -149,7 +149,8 @@ def _map(address: int, nbytes: int) -> None:
     try:
         call("cuMemMap", address, nbytes, 0, memory, 0)
     finally:
-        call("cuMemRelease", memory)  # a mapping keeps it
+        # The mapping keeps the memory.
+        call("cuMemRelease", memory)
     try:
         call("cuMemSetAccess", address, nbytes, [access], 1)
     except CudaError:

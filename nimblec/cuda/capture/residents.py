@@ -59,7 +59,8 @@ def find_residents(
     tensors: dict[int, list[torch.Tensor]] = {}
     for tensor in _device_tensors():
         if id(tensor) in views:
-            continue  # another recording's view of a storage as bytes describes nothing
+            # A view of a storage as bytes, from another recording, describes nothing.
+            continue
         tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     return [
         _resident(sharing, given.get(address) or names.get(address) or f"constant_{n}", is_input=address in given)
@@ -113,7 +114,8 @@ def storages() -> frozenset[int]:
 
 
 def _names(root: object) -> dict[int, str]:
-    root = uncompiled(root)  # the wrapper's names begin otherwise
+    # The names of torch.compile's wrapper begin otherwise.
+    root = uncompiled(root)
     if not isinstance(root, torch.nn.Module):
         return {}
     named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))

@@ -128,7 +128,8 @@ def convolution(
     if TRIGGER == "late":
         gdc_launch_dependents()
 
-    if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
+    # The load runs while the sum is computed.
+    if residual_ptr is not None and SPLIT_K == 1:
         residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
     if NORM != "none":
         parts = tl.arange(0, triton.next_power_of_2(PARTS))

@@ -125,7 +125,8 @@ def attention(
         if CAUSAL:
             scores = tl.where(columns[None, :] <= rows[:, None], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        if mask_ptr is not None:  # a step or a row without any key: no difference of infinities
+        # A step or a row without any key would subtract infinities.
+        if mask_ptr is not None:
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         else:
             shift = higher

@@ -145,8 +145,10 @@ class _Values:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
         if is_widened(node, dtype):
-            return argument(node, 0)  # what it was cast from
-        if is_call(node, aten.expand.default):  # fewer elements to cast
+            # The argument is the value before the cast.
+            return argument(node, 0)
+        # The argument of an expansion has fewer elements to cast.
+        if is_call(node, aten.expand.default):
             return self.rewriter.call(node.target, self.in_dtype(argument(node, 0), dtype, at), *node.args[1:], at=at)
         if node in self.huge and dtype == self.half:
             node = self.rewriter.call(aten.clamp.default, node, -self.most / 2, self.most / 2, at=at)
@@ -312,7 +314,8 @@ class _Caster:
         return (
             all(now == before for now, before in pairs if before != torch.float32)
             and floats[:1] in ([], [result])
-            and {*floats} <= {result, torch.float32}  # statistics of norms
+            # Norms return their statistics in float32.
+            and {*floats} <= {result, torch.float32}
         )
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:

@@ -173,7 +173,8 @@ def _units(graph: fx.Graph) -> _Units:
         numbers[node] = len(nodes)
         nodes.append(node)
         before = [*makers(node)]
-        if WRITES_STATE in node.meta:  # it comes after all other readers of what it writes over
+        # A writer comes after all readers of the value that it overwrites.
+        if WRITES_STATE in node.meta:
             before += (reader for reader in readers(argument(node, 0)) if reader is not node)
         producers.append(frozenset(numbers[n] for n in before if n in numbers))
     return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))

@@ -142,7 +142,8 @@ def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx
     written = {state, *found}
     given = (leaf for writer in found for leaf in tree_leaves((writer.args[1:], writer.kwargs)))
     if any(isinstance(node, fx.Node) and owner(node) in written for node in given):
-        return []  # they read other rows of the tensor
+        # Such writers read other rows of the tensor than they write.
+        return []
     return found
 
 

@@ -228,7 +228,8 @@ class DeviceOutput:
 
         Raises BufferError where a copy or another device is asked for, as the array API standard says.
         """
-        del max_version  # every consumer reads the first
+        # Every consumer reads the first version.
+        del max_version
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("an output on a GPU is exported as it is: have the other library copy it")
         array = self._given()

@@ -85,7 +85,8 @@ class CallLock:
         """
         if os.getpid() != self._process:
             return False
-        waits, self.waits = self.waits, True  # calls that come meanwhile find it closed
+        # Calls that come meanwhile find the lock closed.
+        waits, self.waits = self.waits, True
         with self._lock:
             if self._is_within:
                 self.waits = waits

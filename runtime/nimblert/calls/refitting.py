@@ -109,7 +109,8 @@ class Arrays(Mapping[str, np.ndarray]):
         return key in self._keys
 
     def __getitem__(self, key: str) -> np.ndarray:
-        self.outline(key)  # refuses what no plan has
+        # The outline refuses names that no plan has.
+        self.outline(key)
         found: np.ndarray = self._file.get_tensor(key)
         return found
 

@@ -130,7 +130,8 @@ class State(Mapping[str, np.ndarray]):
             with refitting.opened(path) as found:
                 if missing := [name for name in self._tensors if name not in found]:
                     raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-                for name in found:  # all before any is written
+                # All values are checked before any is written.
+                for name in found:
                     self._checked(name, found.outline(name), working)
                 for name, array in found.items():
                     working.kept.write(*self._checked(name, array, working))

@@ -242,7 +242,8 @@ def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
     itemsize = ITEM_NBYTES[tensor.dtype]
     words = _words(layouts.filling(tensor), tensor)
     size = min(itemsize, _WORD_NBYTES)
-    if len(set(words)) > 1:  # a row for each word of an element
+    # Each word of an element is a row.
+    if len(set(words)) > 1:
         count = tensor.span_nbytes // itemsize
         for position, word in enumerate(words):
             yield _Fill(position * size, Filling(word, size, 1, count, itemsize))

@@ -67,7 +67,8 @@ class Refitter:
         moves: list[_Step] = []
         uploads: list[Upload] = []
         largest = max((tensor.span_nbytes for refit in refits for tensor in refit.program.inputs), default=0)
-        landing = cache(partial(allocate, context, largest))  # for one array after the other
+        # The arrays land one after the other in the same memory.
+        landing = cache(partial(allocate, context, largest))
         for refit, memory in zip(refits, prepared.memories, strict=True):
             for tensor, array in zip(refit.program.inputs, refit.arrays, strict=True):
                 if array is None or not tensor.span_nbytes:

@@ -107,7 +107,8 @@ def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryv
                 return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
             return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
-    except PlanError:  # a ValueError, too
+    except PlanError:
+        # PlanError is a ValueError, too.
         raise
     except FileNotFoundError as exc:
         raise PlanError(f"{name(path)}: no such file") from exc
