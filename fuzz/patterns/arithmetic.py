@@ -312,7 +312,7 @@ def branches(d: Draft) -> str:
 
 
 def labels(d: Draft) -> str:
-    """Label encoders one after the other."""
+    """Draw label encoders one after the other."""
     x = d.take("int64", rank=d.any_of(1, 2))
     for _ in range(d.any_of(1, 2, 2)):
         keys = list(range(d.any_of(-2, 0), 5))

@@ -230,7 +230,7 @@ def gathers(d: Draft) -> str:
 
 
 def splits(d: Draft) -> str:
-    """Split and Concat, in order or not."""
+    """Draw Split and Concat, in order or not."""
     x = d.take(d.any_of(*_DTYPES), shape=d.any_of((4, 6), (2, 4, 6)))
     axis = d.any_of(-1, 0, 1)
     size = d.shape_of(x)[axis]

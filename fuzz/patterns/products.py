@@ -290,7 +290,7 @@ def _pooled(d: Draft, x: str) -> str:
 
 
 def pad_pool(d: Draft) -> str:
-    """Pad and a pooling that could take it over."""
+    """Draw a Pad and a pooling that could take it over."""
     x = d.take("float32", shape=(1, d.any_of(2, 8), 4, 6))
     x, _ = _padded(d, x, 2)
     if d.boldly():

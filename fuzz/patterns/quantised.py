@@ -242,7 +242,7 @@ def _packed(d: Draft, dtype: str, values: np.ndarray) -> str:
 
 
 def double_pairs(d: Draft) -> str:
-    """Pair after pair, with equal or different schemes, and with movements of data between."""
+    """Draw pair after pair, with equal or different schemes, and with movements of data between."""
     dtype = _dtype(d)
     scheme = Scheme(d, dtype)
     x = d.take("float32", rank=d.any_of(2, 3))

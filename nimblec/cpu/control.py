@@ -64,8 +64,8 @@ class Carried:
 class Loop:
     """A loop while the bool in its first slot is true, at most ``limit`` trips.
 
-    ``before`` are nodes that compute its first bool, of the shape ``start_shape``; ``constants`` are what these and
-    ``carried`` name beside values of the graph; ``carried`` has an entry for each slot of the body.
+    ``before`` are nodes that compute the first bool, of shape ``start_shape``. ``carried`` has an entry for each slot
+    of the body. ``constants`` holds the constants that ``before`` and ``carried`` name.
     """
 
     body: Body
@@ -199,9 +199,9 @@ class _Parts:
 
 
 def _read_rows(made: _Parts, node: NodeProto, scope: Scope) -> tuple[str, str, list[str]]:
-    """Make the body of a Scan that of a Loop, in which each trip takes a row of each scanned input.
+    """Turn the body of a Scan into that of a Loop, in which each trip takes a row of each scanned input.
 
-    Returns the number of trips, the condition at the start, which there is none, and the first states.
+    Returns the number of trips, the condition at the start (none), and the first states.
     """
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if any(attributes.get("scan_output_axes", ())) or any(attributes.get("scan_output_directions", ())):

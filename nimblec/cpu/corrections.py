@@ -1,7 +1,7 @@
 """Correct operators that ONNX Runtime's kernels compute otherwise than ONNX defines them.
 
-An operator of the table is written by other nodes, or refused where ONNX and ONNX Runtime mean different things and a
-model can say which. The unoptimised session, which every plan is compared with, then runs the corrected model.
+An operator of the table is replaced by other nodes, or refused where ONNX and ONNX Runtime define different results.
+The unoptimised session, which every plan is compared with, then runs the corrected model.
 """
 
 from collections.abc import Callable, Mapping

@@ -179,7 +179,7 @@ class _Stretch:
             self._take(node)
 
     def add(self, node: _Node) -> bool:
-        """Add a task; False, and nothing has changed, where it cannot join."""
+        """Add a task, and return whether it could join; if not, nothing has changed."""
         if self.is_complete or len(self.nodes) >= _MOST_NODES or self._nbytes + node.nbytes > _MOST_NBYTES:
             return False
         if any(self._opsets.get(domain, version) != version for domain, version in _opsets(node.model).items()):

@@ -52,7 +52,7 @@ class Runner(Protocol):
     """Runs loops and branches: in eager mode, or by recording their bodies."""
 
     def loop(self, loop: "Loop", going: Tensor, slots: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
-        """Run a loop over its slots; ``going`` is the bool that decides of each trip."""
+        """Run a loop over its slots; ``going`` is the bool that is tested before each trip."""
 
     def switch(
         self, switch: "Switch", index: Tensor, slots: Sequence[Tensor], captured: Sequence[Sequence[Tensor]]

@@ -43,8 +43,8 @@ class Draws:
     ) -> Iterator[tuple[Arrays, ...]]:
         """Yield sets of inputs that are equal in the box, and differ around it.
 
-        Around usual numbers are usual and large ones; around small ones large ones, so that comparisons, as of a
-        maximum over all, differ. Large ones that are not ``taken`` are left out.
+        Usual numbers get usual and large neighbours, small numbers large ones, so that a maximum over all differs.
+        Large numbers are left out unless ``is_taken`` accepts them.
         """
         masks = {name: self.filled[name] for name in self._masks}
         large = self._large(_SEED + 2) | masks

@@ -193,7 +193,7 @@ class _Arithmetic(_Outcome):
 
 
 class Propagation(_Arithmetic):
-    """One call of an operator; these move elements."""
+    """One call of an operator; the methods here move elements, those inherited compute."""
 
     __slots__ = ()
 
