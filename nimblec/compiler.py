@@ -84,7 +84,8 @@ def compile_model(
             strip(written, weights)
         if output is not None:
             written.replace(destination(output))
-        plan = read_plan(output or written)  # the mapping outlives the temporary file
+        # The mapping outlives the temporary file.
+        plan = read_plan(output or written)
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 

@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores of each token (n, tokens, classes) if ``causal``, else of the text (n, classes), from its first token."""
+    """A transformer that scores each token (n, tokens, classes) if ``causal``, else the text (n, classes)."""
 
     def __init__(
         self, *, vocabulary: int, tokens: int, width: int, heads: int, dropout: float, classes: int, causal: bool

@@ -100,7 +100,7 @@ class _Chain:
         self._flush = nbytes > _STAY * l2
 
     def contests(self, microseconds: float) -> list[Contest]:
-        """Return those whose launches take a visible share of the ``microseconds`` of all, the most first."""
+        """Return the contests whose launches take a visible share of all ``microseconds``, the largest first."""
         times = {key: self._counts[key] * contest.microseconds for key, contest in self._placed.items()}
         ranked = sorted(times, key=times.__getitem__, reverse=True)
         return [self._placed[key] for key in ranked if times[key] > _LEAST * microseconds]

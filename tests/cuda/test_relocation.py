@@ -23,7 +23,8 @@ FIRST = [0x7F00_0000_0000, 0x7F00_0000_0400, 0x7F00_0000_2000]
 SHIFT = (600 << 30) + 0x1234_5600
 SECOND = [address + SHIFT + i * STEP_NBYTES for i, address in enumerate(FIRST)]
 RESIDENT = 0x7E00_0000_0000
-DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000  # known to the driver
+DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000
+"""Addresses that the driver knows."""
 
 
 class _Zone:
@@ -116,7 +117,8 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
 
 def test_relocation_ignores_other_zone(asked: list[int]) -> None:
     relocator = _relocator()
-    words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
+    # The first was freed, the second never allocated.
+    words = _pack(DEVICE + 520, DEVICE + (1 << 20))
     assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
     assert not asked
 

@@ -142,7 +142,7 @@ class Accumulating(nn.Module):
         self.register_buffer("total", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(2,) to (2,)."""
+        """Add 2 numbers to the total, and return it."""
         self.total.add_(x)
         return self.total * 1
 
@@ -238,7 +238,7 @@ class Joined(nn.Module):
     """A dimension that two inputs share, and one that is twice as long."""
 
     def forward(self, x: Tensor, more: dict[str, Tensor], k: int) -> Tensor:
-        """Of x (n, 3), more["y"] (n, 3) to (n, 3)."""
+        """Map x (n, 3) and more["y"] (n, 3) to (n, 3)."""
         return x * k + more["y"]
 
 

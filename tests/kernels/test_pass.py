@@ -53,7 +53,7 @@ def _pointwise(x: Tensor) -> Tensor:
 
 
 def _of_pixels(x: Tensor) -> Tensor:
-    """Norm, linear and a factor for each channel, as in ConvNeXt (Liu et al. 2022)."""
+    """Apply norm, linear and a factor for each channel, as in ConvNeXt (Liu et al. 2022)."""
     y = functional.linear(functional.layer_norm(x.permute(0, 2, 3, 1), (16,)), WEIGHT[:, :, 0, 0] * 3, BIAS)
     return y.permute(0, 3, 1, 2) * BIAS.cos()[:, None, None]
 

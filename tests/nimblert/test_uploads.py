@@ -141,7 +141,7 @@ def test_dense_page_locked_part_is_in_place(
 def test_page_locked_gaps_are_copied(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    """By one thread, to the staging memory of the input."""
+    """One thread copies to the staging memory of the input."""
     with nimblert.load(copying((*SHAPE[:3], 2 * SHAPE[3]), ORDERS["contiguous"])) as memory:
         check(model, copied, lambda seed: part_of(memory, seed, cut), through_slots=False)
 

@@ -12,7 +12,7 @@ from nimblec.kernels.selector import Family, Selector
 
 
 class Pool:
-    """Copies of weights: zeros."""
+    """A pool whose copies of weights are zeros."""
 
     def take(self, like: Tensor) -> Tensor:
         """Return a copy."""

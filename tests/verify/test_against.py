@@ -223,7 +223,8 @@ def test_plans_of_the_gpu_name_nodes_by_operator_and_name(tmp_path: Path) -> Non
     sine, cosine = plan.programs[0].ops
     ops = (replace(sine, source="Sin 's'"), replace(cosine, source="Cos '-> y'"))
     described = replace(plan, programs=(replace(plan.programs[0], ops=ops),))
-    assert compare(described, path).agreeing == 0  # a plan of the CPU names them otherwise
+    # A plan of the CPU names its nodes otherwise.
+    assert compare(described, path).agreeing == 0
     model = model_file.load(path)
     with executable.load(described) as loaded:
         loaded.plan = replace(described, target=Target.CUDA)

@@ -1,4 +1,4 @@
-"""Each rule of `verify.problems`: a sound plan breaks none, one planted mistake breaks the one meant."""
+"""Rules of `verify.problems`: a sound plan breaks none, each planted mistake breaks the rule that it is meant for."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -178,7 +178,7 @@ class _Code:
 
     @cached_property
     def model(self) -> Model:
-        """An empty one where the bytes are not a model."""
+        """The parsed model, empty where the bytes are not a model."""
         try:
             return read_model(self.code, Budget(DEFAULT_LIMITS.model_fields))
         except PlanFormatError:
