@@ -40,7 +40,7 @@ class _Zone:
 
 
 def _earlier(**known: Collection[int]) -> EarlierMemory:
-    """The resident zone, and that of another recording, which the driver knows too."""
+    """Return the resident zone, and that of another recording, which the driver knows too."""
     return EarlierMemory([_Zone(RESIDENT), _Zone(DEVICE)], **known)  # type: ignore[list-item]
 
 
@@ -50,7 +50,7 @@ def _relocator(**known: Collection[int]) -> Relocator:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
+    """Return the addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
     addresses = []
 
     def call(api: str, *args: int) -> object:

@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def image_model(path: Path) -> ModelProto:
-    """Two images of a dynamic batch and size, the second from a constant's shape on."""
+    """Return a model of two images of a dynamic batch and size, the second from a constant's shape on."""
     write_model(
         path,
         [node("Add", ["x", "z"], ["s"]), node("Mul", ["s", "w"], ["y"])],

@@ -102,7 +102,7 @@ def test_concurrent_requests_run_as_batches(shop: Shop) -> None:
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric over the replicas."""
+    """Return the sum of a metric over the replicas."""
     return sum(map(float, re.findall(rf"^ray_nimblert_{name}{{.*}} (\S+)$", text, re.MULTILINE)))
 
 

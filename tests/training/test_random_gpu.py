@@ -40,12 +40,12 @@ def _seeded() -> None:
 
 
 def run(exe: nimblert.Executable, seed: int) -> np.ndarray:
-    """The loss of a batch, before the step."""
+    """Return the loss of a batch, before the step."""
     return np.asarray(exe(*(tensor.numpy() for tensor in random_steps.batch(seed)), entry="train"))
 
 
 def differences(exe: nimblert.Executable, eager: Eager) -> dict[str, object]:
-    """What differs in the states, by name: by how much at most, and in how many elements.
+    """Return what differs in the states, by name: by how much at most, and in how many elements.
 
     What an optimizer keeps may have zeros of either sign: a plan begins with zeros where eager begins with nothing.
     """
