@@ -124,7 +124,8 @@ def _axis(canvas: _Canvas, times: Timeline) -> Text:
 
 def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[str, str], stream: int) -> Text:
     """Return the blocks of a stream: a capital where each starts. A column shows the span that has most of it."""
-    owners = [(0, -1)] * canvas.columns  # (share of the column, index of the span; -1 for none)
+    # Each column holds its largest share, and the index of that span or -1.
+    owners = [(0, -1)] * canvas.columns
     busy = 0
     for index, span in enumerate(times.spans):
         if span.work.stream == stream:

@@ -1,11 +1,9 @@
 """Arithmetic that torch.onnx exports wrongly, slowly or not at all.
 
-It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
-and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
-rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
-that of zero, that of a sum of powers is infinite where one of them is, and -0 has no sign. Integers, which are rounded
-already, go to operators of ONNX that take none. Sums of booleans are sums. Steps of 0.1 are counted in float32, of
-which 0.6 may have seven. Numbers within some operators are float32 beside float64, too.
+torch.onnx shifts unsigned numbers as signed ones, and spends seven nodes on a right shift where three do. It makes an
+integer of an integer to a fractional power, divides integers in float32, and rounds a quotient before rounding it down
+(6 // 0.1 is 60, in PyTorch 59). It takes the logarithm of a sigmoid that has rounded to zero, overflows in a sum of
+powers, and loses the sign of -0. It counts steps of 0.1 in float32, where 0.6 may have seven.
 """
 
 from collections.abc import Callable

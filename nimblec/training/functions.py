@@ -31,7 +31,8 @@ class OtherFunctions(TorchFunctionMode):
 def _mean(pool: Any, axes: int, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name
     """Average windows; to one pixel, take the mean of the whole.
 
-    PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
+    PyTorch's pooling to one pixel marks its result as channels-last by strides, and the gradient then writes by
+    strides.
     """
     if output_size in (1, (1,) * axes, [1] * axes):
         return input.mean(tuple(range(-axes, 0)), keepdim=True)

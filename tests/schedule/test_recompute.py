@@ -21,7 +21,7 @@ def peak_nbytes(made: Graph) -> int:
 
 
 def tagged(made: Graph) -> Graph:
-    """Return a graph each of whose tasks can be told from the others, and its clones cannot; nothing is aligned."""
+    """Return a graph whose tasks differ from one another, though not from their clones; nothing is aligned."""
     tasks = tuple(replace(task, duration_ns=1 + n) for n, task in enumerate(made.tasks))
     return replace(made, tasks=tasks, buffers=tuple(replace(buffer, alignment=1) for buffer in made.buffers))
 

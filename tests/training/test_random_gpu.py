@@ -76,7 +76,7 @@ def compare(exe: nimblert.Executable, eager: Eager, seeds: range) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_holds_torchs_own_kernels(gpu_compiler: "GpuCompiler", name: str) -> None:
-    """For each op that draws, and no arithmetic of Philox."""
+    """The plan has torch's own kernel for each op that draws, and none that computes Philox."""
     plan = gpu_compiler.plan(f"random_steps:{name}")
     program = next(program for program in plan.programs if program.name == "train")
     ops = [program.ops[command.op].name for command in program.commands if isinstance(command, Launch)]

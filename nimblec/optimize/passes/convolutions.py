@@ -102,7 +102,8 @@ def _call(
     rewriter: Rewriter, relu: fx.Node, target: Any, given: dict[str, Any], residual: tuple[Any, ...]
 ) -> fx.Node | None:
     bias = given["bias"]
-    if bias is None:  # without one, the call would fill zeros on the device in each run
+    # Without a bias, the call would fill zeros on the device in each run.
+    if bias is None:
         weight = rewriter.value(given["weight"])
         assert weight is not None
         bias = rewriter.constant(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device), at=relu)

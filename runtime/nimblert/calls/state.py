@@ -103,7 +103,8 @@ class State(Mapping[str, np.ndarray]):
         """Write several tensors, or none where an array does not fit."""
         if not isinstance(values, Mapping):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
-        given = list(values.items())  # values may be another state, even this one
+        # ``values`` may be another state, even this one.
+        given = list(values.items())
 
         def write(working: Working) -> None:
             checked = [self._checked(name, value, working) for name, value in given]

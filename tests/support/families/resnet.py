@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (N, 3, H, W) to logits (N, classes), by a number of blocks in each stage; those of ResNet-18."""
+    """A ResNet of images (N, 3, H, W), by the number of blocks in each stage; the default is ResNet-18."""
 
     def __init__(self, width: int = 64, classes: int = 1000, stages: Sequence[int] = (2, 2, 2, 2)) -> None:
         super().__init__()
