@@ -113,7 +113,7 @@ from nimblert.plan.records import DEFAULT_LIMITS
     default=DEFAULT_TRIP_LIMIT,
     show_default=True,
     metavar="N",
-    help="CPU target. The most trips of a loop whose number of trips the model leaves open; a call that needs more "
+    help="The most trips of a loop whose number of trips the model leaves open; a call that needs more "
     "fails.",
 )
 @click.option(
