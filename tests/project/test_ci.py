@@ -1,0 +1,80 @@
+"""The recipes of docs/ci.md, run as they stand in a clean folder, on the CPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from subprocesses import ROOT, SOURCES
+
+PAGE = (ROOT / "docs" / "ci.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def github_scripts() -> list[str]:
+    workflow = yaml.safe_load(blocks("yaml")[0])
+    return [step["run"] for step in workflow["jobs"]["plans"]["steps"] if "run" in step]
+
+
+def gitlab_scripts() -> list[str]:
+    return ["\n".join(yaml.safe_load(blocks("yaml")[1])["plans"]["script"])]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of the recipes, and ``nimblec`` on the path."""
+    folder = tmp_path_factory.mktemp("ci")
+    (folder / "nimblec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nimblec "$@"\n')
+    (folder / "nimblec").chmod(0o755)
+    (folder / "releases").mkdir()
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
+    return {**os.environ, **own, "RELEASES": str(folder / "releases"), "VERSION": "v1", "CI_COMMIT_SHA": "v2"}
+
+
+def run(scripts: list[str], folder: Path, environment: dict[str, str]) -> Any:
+    """Run the scripts in a checkout with the build file of the page and the models that it names."""
+    (folder / "models").mkdir()
+    (folder / "plans").mkdir()
+    for model in ("digits.onnx", "digits_batch.onnx"):
+        shutil.copy(ROOT / "samples" / model, folder / "models")
+    (folder / "plans" / "plans.toml").write_text(blocks("toml")[0])
+    for script in scripts:
+        done = subprocess.run(
+            ["bash", "-eo", "pipefail", "-c", script],
+            cwd=folder,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{script}\n{done.stderr}"
+    return yaml.safe_load((folder / "build.json").read_text())["plans"]
+
+
+def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The second recipe fetches what the first has published, and builds nothing."""
+    (tmp_path / "github").mkdir()
+    (tmp_path / "gitlab").mkdir()
+    built = run(github_scripts(), tmp_path / "github", environment)
+    assert [plan["state"] for plan in built] == ["built", "built"]
+    fetched = run(gitlab_scripts(), tmp_path / "gitlab", environment)
+    assert [plan["state"] for plan in fetched] == ["up to date", "up to date"]
+    latest = Path(environment["RELEASES"]) / "latest"
+    assert latest.readlink() == Path("v2")
+    assert {path.name for path in latest.iterdir()} == {"digits.plan", "one.plan", "plans.lock"}
+
+
+def test_completion_is_that_of_click(environment: dict[str, str]) -> None:
+    (script,) = blocks("sh")
+    done = subprocess.run(
+        ["bash", "-ec", f"{script}\ncomplete -p nimblec"], env=environment, check=False, capture_output=True, text=True
+    )
+    assert "-F _nimblec_completion nimblec" in done.stdout, done.stderr
