@@ -1,5 +1,6 @@
 """The recipes of docs/ci.md, run as they stand in a clean folder, on the CPU."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import CommandLine
 from subprocesses import ROOT, SOURCES
 
 PAGE = (ROOT / "docs" / "ci.md").read_text()
@@ -70,6 +72,33 @@ def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> N
     latest = Path(environment["RELEASES"]) / "latest"
     assert latest.readlink() == Path("v2")
     assert {path.name for path in latest.iterdir()} == {"digits.plan", "one.plan", "plans.lock"}
+
+
+def test_dockerfile_makes_a_lean_server(nimblec: CommandLine, tmp_path: Path) -> None:
+    """Copies and entry point, below a folder in the place of the image's root; packages are those of this checkout."""
+    nimblec.prints("compile", ROOT / "samples" / "digits.onnx", "--target", "cpu", "-o", tmp_path / "digits.plan")
+    text = (ROOT / "samples" / "serving" / "Dockerfile").read_text()
+    for source, place in re.findall(r"^COPY ([^-\s]\S*) (/app/\S+)", text, re.MULTILINE):
+        copied = tmp_path / "image" / place[1:]
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "digits.plan" if source == "$PLAN" else ROOT / source, copied)
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)", text, re.MULTILINE)
+    command = [part.replace("/app/", f"{tmp_path}/image/app/") for part in json.loads(entry)]
+    command[0] = sys.executable
+    done = subprocess.run(
+        [*command, ROOT / "samples" / "digit_7.npy"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "runtime")},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("digit: [7]\n"), done.stderr
+    assert "RUN pip install --no-cache-dir --target /packages '/runtime[cpu]'" in text
+
+
+def test_schemas_are_named() -> None:
+    names = {path.name for path in (ROOT / "docs" / "schemas").iterdir()}
+    assert set(re.findall(r"\(schemas/(.*?)\)", PAGE)) == names
 
 
 def test_completion_is_that_of_click(environment: dict[str, str]) -> None:
