@@ -125,7 +125,8 @@ class _Build:
             for build in self._builds:
                 outcome = outcomes[build.name]
                 with _failing(outcome):
-                    records[build.name], problems = self._state(build)
+                    records[build.name] = self._record(build)
+                    problems = list(self._differences(build, records[build.name]))
                     if not problems:
                         outcome.state = "up to date"
                     elif self._check:
@@ -146,7 +147,8 @@ class _Build:
             for build in self._builds:
                 outcome = outcomes[build.name]
                 with _failing(outcome):
-                    self._finish(build, outcome, made.get(build.name), records)
+                    if not outcome.problems:
+                        self._finish(build, outcome, made.get(build.name), records[build.name])
         return list(outcomes.values())
 
     @contextmanager
@@ -160,11 +162,6 @@ class _Build:
                 for process in list(self._running):
                     process.send_signal(signal.SIGINT)
                 raise
-
-    def _state(self, build: PlanBuild) -> tuple[dict[str, Any], list[str]]:
-        """Return the record of a plan that is up to date, and why the one in the folder is not."""
-        record = self._record(build)
-        return record, list(self._differences(build, record))
 
     def _record(self, build: PlanBuild) -> dict[str, Any]:
         """Return what a plan depends on; an empty record if that is not known.
@@ -185,6 +182,7 @@ class _Build:
         return {"inputs": given | key.inputs, "key": key.digest}
 
     def _differences(self, build: PlanBuild, record: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why the plan in the folder is not up to date."""
         known = self._known.get(build.name)
         if not build.output.exists():
             yield f"{build.output}: missing"
@@ -209,12 +207,8 @@ class _Build:
         outcome.seconds = perf_counter() - begin
         return plan
 
-    def _finish(
-        self, build: PlanBuild, outcome: Outcome, made: Path | None, records: Mapping[str, Mapping[str, Any]]
-    ) -> None:
+    def _finish(self, build: PlanBuild, outcome: Outcome, made: Path | None, record: Mapping[str, Any]) -> None:
         """Compare a plan with its budgets; one that was made and is within them takes its place."""
-        if outcome.problems:
-            return
         plan = made or build.output
         outcome.size, outcome.arena = plan.stat().st_size, read_plan(plan).arena_nbytes
         if "max-latency" in build.budgets and not self._check:
@@ -228,7 +222,7 @@ class _Build:
         elif made:
             outcome.state = "built"
             made.replace(destination(build.output))
-            self._write_record(build, records[build.name])
+            self._write_record(build, record)
 
     def _write_record(self, build: PlanBuild, record: Mapping[str, Any]) -> None:
         """Write that the output of a plan is up to date, unless its inputs changed meanwhile or are not known."""
