@@ -1,4 +1,4 @@
-"""The command line: compile | build | run | bench | inspect | verify. It parses, calls and prints."""
+"""The command line, `nimblec COMMAND`. It parses, calls and prints."""
 
 import os
 import signal
@@ -14,6 +14,8 @@ from nimblec.cli.build import build_plans
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
+from nimblec.cli.diff import diff_plans
+from nimblec.cli.explain import explain_plan
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.cli.run import run_plan
@@ -40,14 +42,23 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 1 if `build` finds a plan out of date or over its budget; 2 on an error,
-    which is one sentence on standard error; 130 after Ctrl-C.
+    Exit status: 0 on success; 1 where `diff` finds a difference, or `build` a plan that is out of date or over its
+    budget; 2 on an error, which is one sentence on standard error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())
 
 
-for command in (compile_model, build_plans, run_plan, bench_plan, inspect_plan, verify_plan):
+for command in (
+    compile_model,
+    build_plans,
+    run_plan,
+    bench_plan,
+    inspect_plan,
+    explain_plan,
+    diff_plans,
+    verify_plan,
+):
     cli.add_command(command)
 
 

@@ -19,11 +19,13 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     """Return the model of each entry, in the sizes of each profile."""
     import torch
 
+    from nimblec.graph.control import trip_limit
     from nimblec.pytorch import sources
     from nimblec.pytorch.model import place_call, set_arithmetic
     from nimblec.pytorch.state import share
 
     torch.manual_seed(_SEED)
+    trip_limit.set(request.options.trip_limit)
     set_arithmetic(request.options.precision)
     if request.source.kind == "onnx":
         return load_files(request)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +10,7 @@ from nimblec.base.gpu_lock import undisturbed
 from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cuda import graph
+from nimblert.cuda.control import Control
 from nimblert.cuda.driver import Context, Handle, bindings, call
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, allocate
 from nimblert.cuda.uploader import Uploader, upload_region
@@ -44,7 +44,7 @@ class CudaTimer:
         """
         program = plan.programs[0]
         work = [command for _, command in program.work]
-        with self._loaded(plan, program) as (scope, memory):
+        with self._loaded(plan, program) as (scope, memory, control):
             chain = scope.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
             events = [
                 scope.acquire(call("cuEventCreate", 0), "cuEventDestroy")
@@ -53,9 +53,9 @@ class CudaTimer:
             last = call("cuGraphAddEventRecordNode", chain, None, 0, events[0])
             for position, event in enumerate(events[1:]):
                 if position < len(work):
-                    node = graph.add_node(chain, work[position], self._functions, memory)
-                    graph.add_edges(chain, [last], [node])
-                    last = node
+                    nodes = graph.add_command(chain, work[position], self._functions, memory, control)
+                    graph.add_edges(chain, [last], [nodes.first])
+                    last = nodes.last
                 last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
             executable = scope.acquire(call("cuGraphInstantiate", chain, 0), "cuGraphExecDestroy")
             samples: list[np.ndarray] = []
@@ -79,9 +79,11 @@ class CudaTimer:
     def duration(self, plan: Plan) -> Measured[int]:
         """Measure one run: the median of GPU times between events around graph launches (`undisturbed`)."""
         program = plan.programs[0]
-        with self._loaded(plan, program) as (scope, memory):
-            adding = partial(graph.add_program, program=program, functions=self._functions, memory=memory)
-            executable = scope.acquire(graph.instantiated(adding), "cuGraphExecDestroy")
+        with self._loaded(plan, program) as (scope, memory, control):
+            executable = scope.acquire(
+                graph.instantiated(lambda built: graph.add_program(built, program, self._functions, memory, control)),
+                "cuGraphExecDestroy",
+            )
             events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(_MOST_RUNS + 1)]
 
             def runs() -> list[float]:
@@ -106,7 +108,7 @@ class CudaTimer:
         return [call("cuEventElapsedTime", a, b) * 1e3 for a, b in pairwise(events)]
 
     @contextmanager
-    def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory]]:
+    def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory, Control | None]]:
         """Memory for one plan, released at the end; its kernels and weights stay for the next."""
         if self._weights is None:
             self._modules = plan.modules
@@ -119,7 +121,7 @@ class CudaTimer:
             arena = {(Region.ARENA, 0): allocate(scope, plan.arena_nbytes)}
             memory = DeviceMemory(scope, program, {**self._weights, **arena, **state})
             self._fill_inputs(scope, program, memory)
-            yield scope, memory
+            yield scope, memory, Control(program, plan.bodies, scope) if plan.bodies else None
         finally:
             scope.close()
 

@@ -11,7 +11,7 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -85,6 +85,10 @@ class Recorder(TorchDispatchMode):
         self._sharing: Counter[int] = Counter()
         self._kept: list[Tensor] = []
         self._guards: list[Any] = []
+        self._around: Recorder | None = None
+        self.captured: dict[int, Tensor] = {}
+        """Values of the graph around this one that it reads, in order, by the identity of the value here."""
+        self._captures: dict[int, Tensor] = {}
 
     def __enter__(self) -> Self:
         # Below autograd, composite calls arrive whole, and results carry no history.
@@ -100,10 +104,7 @@ class Recorder(TorchDispatchMode):
 
     def placeholder(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> FakeTensor:
         """Return a fake tensor for an input of the graph."""
-        fake = self._fake(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        self._write(self.graph.placeholder(name), fake)
-        self._given.add(_storage(fake))
-        return fake
+        return self.receive(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     def label(self, tensor: Tensor, name: str) -> None:
         """Name the real ``tensor``, for the ``source`` of its constant."""
@@ -129,6 +130,20 @@ class Recorder(TorchDispatchMode):
         self._fixed.add(_storage(tensor))
         self._given.add(_storage(fake))
         self._kept.append(tensor)
+        return fake
+
+    def inside(self) -> Self:
+        """Return a recorder for the body of a loop or branch: what it reads of this graph becomes an argument."""
+        inner = type(self)(self.device)
+        inner._fake_mode, inner._around, inner.source = self._fake_mode, self, self.source
+        inner._labels, inner._fixed = dict(self._labels), set(self._fixed)
+        return inner
+
+    def receive(self, name: str, example: Tensor) -> FakeTensor:
+        """Return a fake tensor like ``example`` for an input of the graph."""
+        fake = self._fake(example)
+        self._write(self.graph.placeholder(name), fake)
+        self._given.add(_storage(fake))
         return fake
 
     def output(self, values: Sequence[Tensor]) -> None:
@@ -217,6 +232,12 @@ class Recorder(TorchDispatchMode):
         """Return whether it shares memory with no other value and with no argument of the graph."""
         return self._sharing[_storage(fake)] == 1 and _storage(fake) not in self._given
 
+    def record_call(self, target: Any, args: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+        """Write a call of ``target`` with several results like these, and return its results."""
+        made: list[Tensor] = [self._fake(result) for result in results]
+        self._record(target, tuple(args), {}, made)
+        return made
+
     def _record(
         self,
         func: torch._ops.OpOverload,
@@ -258,7 +279,27 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.constant(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return self.constant(tensor)
+        return tensor if id(tensor) in self._nodes else self._capture(tensor)
+
+    def _capture(self, tensor: FakeTensor) -> Tensor:
+        """Return the argument that stands for a value of the graph around this one."""
+        if id(tensor) not in self._captures:
+            assert self._around is not None
+            with self._beside_calls():
+                argument = self.receive(f"captured_{len(self.captured)}", tensor)
+            self._captures[id(tensor)] = argument
+            self.captured[id(argument)] = tensor
+            self._kept.append(tensor)
+        return self._captures[id(tensor)]
+
+    @contextmanager
+    def _beside_calls(self) -> Iterator[None]:
+        """Write arguments where they belong, before the first call."""
+        first = next((node for node in self.graph.nodes if node.op not in {"placeholder", "get_attr"}), None)
+        with nullcontext() if first is None else self.graph.inserting_before(first):
+            yield
 
     def _argument(self, tensor: Tensor) -> fx.Node:
         return self._nodes[id(self._as_fake(tensor))]

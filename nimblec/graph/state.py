@@ -13,12 +13,14 @@ from torch import Tensor, fx, nn
 class StateSlot:
     """A tensor that outlives a run, whose value is an argument of the graph.
 
-    ``output`` is the number of the output that is its next value; None where the graph only reads it.
+    ``output`` is the number of the output that is its next value; None where the graph only reads it. One that no
+    module holds (``is_held``) is memory of the loop or branch around the graph, and ``tensor`` stands for it.
     """
 
     name: str
     tensor: Tensor
     output: int | None
+    is_held: bool = True
 
 
 def slots(module: fx.GraphModule) -> dict[fx.Node, StateSlot]:

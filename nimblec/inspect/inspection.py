@@ -44,7 +44,7 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "producer": plan.producer,
         "versions": dict(plan.versions),
         "target": plan.target.name.lower(),
-        "device": _device(plan),
+        "device": device_of(plan),
         "sizes": sizes(plan, file_nbytes=file_nbytes),
         "modules": modules_by_origin(plan),
         "kernels": kernels_by_origin(plan),
@@ -132,7 +132,8 @@ def command_counts(program: Program) -> dict[str, int]:
     return dict.fromkeys(_COMMAND_KINDS, 0) | counts
 
 
-def _device(plan: Plan) -> Json:
+def device_of(plan: Plan) -> Json:
+    """Return the machine that a plan was made on."""
     device: Device = plan.device
     if plan.target is Target.CPU:
         return {"name": device.name}

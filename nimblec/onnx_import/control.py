@@ -1,7 +1,8 @@
-"""If, Loop and Scan: branches are taken and loops unrolled at import."""
+"""If, Loop and Scan: branches known at import are taken and short loops unrolled, all others are recorded."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,9 @@ from onnx import GraphProto, NodeProto
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nimblec.graph.control import trip_limit
+from nimblec.graph.record_control import record_loop, record_switch
+from nimblec.graph.recorder import Recorder
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.tensors import tensor_of
 from nimblec.onnx_ops.axes import axis_of, sizes_of
@@ -20,8 +24,9 @@ MOST_NODES = 20_000
 
 
 class Walk(Protocol):
-    """Evaluates nodes; ``problems`` has a sentence for each node that was refused."""
+    """Evaluates nodes under ``recorder``; ``problems`` has a sentence for each node that was refused."""
 
+    recorder: Recorder
     problems: list[str]
 
     def nodes(self, nodes: Sequence[NodeProto], scope: Scope, frame: Frame) -> None:
@@ -40,9 +45,34 @@ def run_graph(walk: Walk, graph: GraphProto, inputs: Sequence[Any], scope: Scope
 def branch(
     walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
-    """Evaluate the branch that the condition, known at import, takes."""
+    """Evaluate the branch that the condition takes; both where it is computed while the model runs."""
+    if isinstance(inputs[0], FakeTensor):
+        graphs = [attributes[name] for name in ("else_branch", "then_branch")]
+        branches = [
+            lambda inner, graph=graph: _body_values(walk, inner, graph, (), scope, frame) for graph in graphs
+        ]
+        return list(record_switch(walk.recorder, inputs[0].to(torch.bool), branches))
     chosen = attributes["then_branch" if _truth(inputs[0], "condition") else "else_branch"]
     return run_graph(walk, chosen, (), scope, frame)
+
+
+def _body_values(
+    walk: Walk, inner: Recorder, graph: GraphProto, inputs: Sequence[Any], scope: Scope, frame: Frame
+) -> list[Tensor]:
+    """Record a body under a recorder of its own, and return its values, all of which are tensors."""
+    around, walk.recorder = walk.recorder, inner
+    try:
+        values = run_graph(walk, graph, inputs, scope, frame)
+    finally:
+        walk.recorder = around
+    _stop_at_failures(walk, values)
+    return _tensors(values)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    if not all(isinstance(value, Tensor) for value in values):
+        raise Refused("it hands on a sequence or an optional, which a loop or branch of a CUDA plan cannot")
+    return list(values)
 
 
 def _truth(value: Any, what: str) -> bool:
@@ -54,20 +84,25 @@ def _truth(value: Any, what: str) -> bool:
 def loop(
     walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
-    """Unroll a loop whose trip count and conditions are known at import."""
+    """Unroll a loop whose trip count and conditions are known at import; record any other."""
     body: GraphProto = attributes["body"]
     given: list[Any] = [*inputs, *[None] * (2 - len(inputs))]
     trip, going, carried = given[0], given[1], given[2:]
-    if isinstance(trip, FakeTensor):
-        raise Refused("input 0 'M' is computed while the model runs; it must be known at import")
     most = MOST_NODES // max(1, len(body.node))
+    start = condition = torch.tensor(True) if going is None else going
+    record = partial(_recorded_loop, walk, trip, start, carried, body, scope, frame)
+    if isinstance(trip, FakeTensor):
+        return record(rows=None)
     limit = most + 1 if trip is None else int(trip.reshape(-1)[0])
-    condition = torch.tensor(True) if going is None else going
     gathered: list[list[Any]] = [[] for _ in range(len(body.output) - 1 - len(carried))]
     step = 0
-    while step < limit and _truth(condition, "condition"):
+    while step < limit:
+        if isinstance(condition, FakeTensor):
+            return record(rows=None)
         if step >= most:
-            raise Refused(f"unrolls to more than {MOST_NODES} nodes")
+            return record(rows=None if trip is None else [kept[0] for kept in gathered])
+        if not _truth(condition, "condition"):
+            break
         condition, *values = run_graph(walk, body, (torch.tensor(step), condition, *carried), scope, frame)
         _stop_at_failures(walk, values)
         carried = values[: len(carried)]
@@ -76,6 +111,46 @@ def loop(
         step += 1
     ends = body.output[1 + len(carried) :]
     return [*carried, *(_stacked(kept, value, 0) for kept, value in zip(gathered, ends, strict=True))]
+
+
+def _recorded_loop(
+    walk: Walk,
+    trip: Tensor | None,
+    condition: Tensor,
+    carried: Sequence[Any],
+    body: GraphProto,
+    scope: Scope,
+    frame: Frame,
+    *,
+    rows: Sequence[Tensor] | None,
+) -> list[Any]:
+    """Record a loop whose end is computed while the model runs, or that is too long to unroll.
+
+    ``rows`` are like what each trip adds to the stacked outputs; None where their number is not known.
+    """
+    if rows is None and len(body.output) > 1 + len(carried):
+        raise Refused(
+            f"stacks its output '{body.output[-1].name}' over a number of trips that is not known at import: compile "
+            "for --target cpu"
+        )
+    count = None if trip is None else trip.reshape(())
+    stacks = [torch.zeros((int(trip), *row.shape), dtype=row.dtype) for row in rows or () if trip is not None]
+
+    def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        number, going, *values = slots
+        before, made = values[: len(carried)], values[len(carried) :]
+        going, *values = _body_values(walk, inner, body, (number, going, *before), scope, frame)
+        added = zip(made, values[len(carried) :], strict=True)
+        made = [stack.index_copy(0, number.reshape(1), row.unsqueeze(0)) for stack, row in added]
+        going, number = going.reshape(()).to(torch.bool), number + 1
+        going = going if count is None else going & (number < count)
+        return going, [number, going, *values[: len(carried)], *made]
+
+    limit = trip_limit.get() if count is None or isinstance(count, FakeTensor) else int(count)
+    start = condition.reshape(()).to(torch.bool)
+    start = start if count is None else start & (count > 0)
+    first = [torch.tensor(0), start, *_tensors(carried), *stacks]
+    return list(record_loop(walk.recorder, start, first, step, limit=max(0, limit))[2:])
 
 
 def _stop_at_failures(walk: Walk, values: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nimblec.graph import control
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.rewriter import copied, views
 from nimblec.pytorch.flat import flattened
@@ -96,8 +97,13 @@ class Pipeline:
         return tuple(chain.from_iterable(phase.passes for phase in self.phases))
 
     def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
-        """Return a rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run."""
+        """Return a rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run.
+
+        The bodies of its loops and branches are rewritten alike, each by itself.
+        """
         module = copied(graph)
+        for node, target in control.calls(module):
+            node.target = target.with_bodies(lambda body: self(body, setting))
         given = {"strides": output_strides(graph)} | {f.name: getattr(setting, f.name) for f in fields(setting)}
         for phase in self.phases:
             if phase.when(setting):

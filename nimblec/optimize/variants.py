@@ -15,7 +15,8 @@ from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe, Report, Run
 from nimblec.optimize.rewrites import REWRITES
 from nimblec.optimize.torch_compile import compiled
 from nimblec.plan.timing_cache import TimingCache
-from nimblec.pytorch.flat import device_of
+from nimblec.pytorch.control import has_control
+from nimblec.pytorch.flat import device_of, flattened
 from nimblec.pytorch.model import TorchModel
 
 CAST = Pipeline(
@@ -70,7 +71,13 @@ def variants(
         yield as_it_runs(model)
     elif level == 0:
         cast = partial(Runs(model, Setting(device=device_of(model), dtype=dtype), report), CAST)
-        yield as_it_runs(model) if dtype is None else Variant(name="cast", make=cast)
+        if dtype is not None:
+            yield Variant(name="cast", make=cast)
+            return
+        if model.is_flat or not has_control(model.module):
+            yield as_it_runs(model)
+        if not model.is_flat:
+            yield Variant(name="as a graph", make=partial(flattened, model), is_fallback=True)
     elif level == 1:
         runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
         yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))

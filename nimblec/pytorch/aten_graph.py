@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, data_dependent, first_line
 from nimblec.graph.definitions import RECURRENT
 from nimblec.graph.recorder import InPlaceError, Recorder, is_decomposed, on_device
+from nimblec.pytorch.control import CONTROL
 from nimblec.pytorch.export_errors import BY_VALUE, exporting
 from nimblec.pytorch.model import state_written
 from nimblec.pytorch.source_tracker import source_of
@@ -152,7 +153,7 @@ def _inputs(exported: torch.export.ExportedProgram, recorder: "StridedRecorder")
         if spec.kind is not InputKind.USER_INPUT:
             values.append(_state(exported, spec, on_host, recorder))
         elif isinstance(spec.arg, TensorArgument):
-            values.append(recorder.placeholder_like(f"input_{count}", fakes[spec.arg.name]))
+            values.append(recorder.receive(f"input_{count}", fakes[spec.arg.name]))
             count += 1
         elif isinstance(spec.arg, ConstantArgument):
             values.append(spec.arg.value)
@@ -180,14 +181,7 @@ def _state(
 
 
 class StridedRecorder(Recorder):
-    """A recorder that takes inputs of any strides, and refuses to fold random numbers into constants."""
-
-    def placeholder_like(self, name: str, example: Tensor) -> Tensor:
-        """Return a fake tensor for an input that is like ``example``."""
-        fake = self._fake(example)
-        self._write(self.graph.placeholder(name), fake)
-        self._given.add(fake.untyped_storage()._cdata)
-        return fake
+    """A recorder that refuses to fold random numbers into constants."""
 
     def __torch_dispatch__(
         self,
@@ -232,6 +226,7 @@ class _Tracer(fx.Interpreter):
         self._recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:
+        self._node = n
         if n.op == "call_function" and n.meta.get("nn_module_stack"):
             self._recorder.source = source_of(n)
         try:
@@ -271,12 +266,20 @@ class _Tracer(fx.Interpreter):
             return _Tracer(args[1], self._recorder).run(*args[2:])
         if name == "wrap_with_autocast" and args[2] is False:
             return _Tracer(args[4], self._recorder).run(*args[5:])
-        raise UnsupportedModelError(f"{name} in {self._recorder.source or 'the model'} is not a plain ATen call")
+        if name not in CONTROL:
+            raise UnsupportedModelError(f"{name} in {self._recorder.source or 'the model'} is not a plain ATen call")
+        results = self._node.meta["val"]
+        made = CONTROL[name](_trace_body, self._recorder, args, results)
+        return made if isinstance(results, (list, tuple)) else made[0]
 
     def _device_of(self, arguments: Any) -> torch.device:
         """Return the device of a call: the host for known values, else the model's device."""
         fakes = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch._subclasses.FakeTensor))
         return self._recorder.device if any(True for _ in fakes) else torch.device("cpu")
+
+
+def _trace_body(body: fx.GraphModule, recorder: Recorder, given: Sequence[Any]) -> Any:
+    return _Tracer(body, recorder).run(*given)
 
 
 def _module(recorder: Recorder) -> fx.GraphModule:

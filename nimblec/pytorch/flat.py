@@ -63,7 +63,7 @@ def written_storages(model: TorchModel) -> frozenset[int]:
 def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...]) -> TorchModel:
     tensors = named_tensors(model.module)
     kept = tuple(tensors[each.name] for each in state)
-    traced = record if isinstance(model.module, Writing) else trace
+    traced = record if isinstance(model.module, Writing) and model.module.makes_aten_calls else trace
     program = traced(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
     arguments = [node for node in program.module.graph.nodes if node.op == "placeholder"][-len(kept) :]
     outputs = count(len(output_strides(program.module)) - sum(each.is_written for each in state))

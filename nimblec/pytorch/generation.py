@@ -73,6 +73,8 @@ class _Generator(nn.Module):
 class _Entry(Writing):
     """An entry, which writes all that the entries share but the seed."""
 
+    makes_aten_calls = False
+
     def __init__(self, shared: _Generator, sampling: Sampling) -> None:
         super().__init__()
         self.shared, self.sampling = shared, sampling

@@ -33,7 +33,7 @@ def record(module: torch.nn.Module, args: Sequence[Any], *, device: str) -> Aten
     given: list[Tensor] = []
 
     def functional(leaf: Tensor) -> Tensor:
-        given.append(torch._to_functional_tensor(recorder.placeholder_like(f"input_{len(given)}", leaf)))
+        given.append(torch._to_functional_tensor(recorder.receive(f"input_{len(given)}", leaf)))
         return given[-1]
 
     with exporting(name, "the recorder"), torch.no_grad(), recorder:

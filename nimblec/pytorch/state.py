@@ -26,13 +26,15 @@ class StateTensor:
 class Writing(torch.nn.Module):
     """A module that declares the names of the parameters and buffers that its runs write, so that none need be traced.
 
-    Where it is exported (`torch.compiler.is_exporting`), its runs make ATen calls alone, each with its source noted.
-    ``autocast`` is the type of torch.autocast under which its runs compute. ``settable`` are those names that are state
-    even in a graph that only reads them. ``draws`` is the source of its random numbers, if it draws any.
+    Where it is exported (`torch.compiler.is_exporting`), its runs make ATen calls alone, each with its source noted,
+    unless ``makes_aten_calls`` is false. ``autocast`` is the type of torch.autocast under which its runs compute.
+    ``settable`` are those names that are state even in a graph that only reads them. ``draws`` is the source of its
+    random numbers, if it draws any.
     """
 
     writes: tuple[str, ...]
     settable: tuple[str, ...] = ()
+    makes_aten_calls = True
     autocast: torch.dtype | None = None
     draws: StepGenerator | None = None
 

@@ -46,6 +46,14 @@ class InputError(NimbleError, ValueError):
     """What a caller asked for or gave cannot be used: a name, dtype, shape, array or option, or a closed executable."""
 
 
+def endless(origin: str, limit: int) -> InputError:
+    """Return the error for a loop that goes beyond its limit of trips; ``origin`` is the op that it came from."""
+    return InputError(
+        f"{origin}: has not ended after {limit} trips, the limit that the plan was compiled with: give other "
+        "inputs, or compile with a higher --trip-limit"
+    )
+
+
 class CudaError(NimbleError):
     """A CUDA driver call failed. ``api`` is the function, ``result`` the CUresult's name.
 

@@ -111,19 +111,21 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 
 # --- help and usage
 
+COMMANDS = ("compile", "build", "run", "bench", "inspect", "explain", "diff", "verify")
+
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
     out = nimblec.prints(*args)
-    assert all(f"\n  {command} " in out for command in ("compile", "build", "run", "bench", "inspect", "verify"))
+    assert all(f"\n  {command} " in out for command in COMMANDS)
     statuses = (
-        "0 on success; 1 if `build` finds a plan out of date or over its budget; 2 on an error, which is one sentence "
-        f"on standard error; {INTERRUPTED} after Ctrl-C."
+        "0 on success; 1 where `diff` finds a difference, or `build` a plan that is out of date or over its budget; "
+        f"2 on an error, which is one sentence on standard error; {INTERRUPTED} after Ctrl-C."
     )
     assert f"Exit status: {statuses}" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", ["compile", "build", "run", "bench", "inspect", "verify"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(nimblec: CommandLine, command: str) -> None:
     out = nimblec.prints(command, "--help")
     assert f"\n    nimblec {command} " in out

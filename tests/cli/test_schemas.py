@@ -36,6 +36,7 @@ def test_json_of_plan_made_here(nimblec: CommandLine, tmp_path: Path) -> None:
     check("build", nimblec.prints("build", file, "--json"))
     plan = tmp_path / "d.plan"
     check("compile", nimblec.prints("compile", model, "--dim", "batch=2", "-o", tmp_path / "c.plan", "--json"))
+    check("diff", nimblec("diff", plan, tmp_path / "c.plan", "--json", "--fail-on", "interface").out)
     check("inspect", nimblec.prints("inspect", plan, "--json"))
     check("verify", nimblec.prints("verify", plan, "--json"))
     check("bench", nimblec.prints("bench", plan, "--json", "--duration", "0.1", "--warm-up", "0", "--profile"))

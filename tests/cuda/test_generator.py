@@ -166,7 +166,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, *, state: bool) -> tuple[Graph, Bu
     }
     code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"code")
     buffers = BufferTable(FIRST, RESIDENT, ForeignMemory(), contents)  # type: ignore[arg-type]
-    captures = (SimpleNamespace(handle=zone, ops=ops) for zone in (FIRST, SECOND))
+    captures = (SimpleNamespace(handle=zone, ops=ops, regions=()) for zone in (FIRST, SECOND))
     graph = tasks.build_graph(*captures, code=code, relocator=relocator(), buffers=buffers, inputs=(), outputs=())  # type: ignore[arg-type]
     return graph, buffers
 

@@ -149,7 +149,7 @@ def test_relocation_refuses_earlier_memory(
     monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
     reads, writes = (tuple(ByteRange(begin=a, end=a + 8) for a in found) for found in (read, FIRST[:1]))
     op = OpRecord(name="aten.le", source="head", first_node=0, end_node=1, reads=reads, writes=writes)
-    first, second = (SimpleNamespace(handle=n, ops=(op,)) for n in range(2))
+    first, second = (SimpleNamespace(handle=n, ops=(op,), regions=()) for n in range(2))
     earlier, memory = _earlier(others={DEVICE}), foreign.ForeignMemory()
     code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"")
     building = partial(

@@ -1,4 +1,4 @@
-"""If, Loop and Scan: taken or unrolled at import, or refused by name."""
+"""If, Loop and Scan: taken or unrolled at import, recorded, or refused by name."""
 
 import numpy as np
 import onnx
@@ -49,9 +49,11 @@ def test_a_known_condition_takes_its_branch(condition: bool, expected: float) ->
     assert torch.equal(program.module(torch.full((2,), 3.0))[0], torch.full((2,), expected))
 
 
-def test_an_unknown_condition_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"If '-> y' \(opset 19\): its condition is computed"):
-        import_model(model_of(BRANCHES, "(float[2] x, bool c) => (float[2] y)"))
+def test_an_unknown_condition_chooses_while_the_model_runs() -> None:
+    program = import_model(model_of(BRANCHES, "(float[2] x, bool c) => (float[2] y)"))
+    for condition, expected in ((True, 6.0), (False, -3.0)):
+        (found,) = program.module(torch.full((2,), 3.0), torch.tensor(condition))
+        assert torch.equal(found, torch.full((2,), expected))
 
 
 @pytest.mark.parametrize("trip", [0, 1, 4])
@@ -65,14 +67,29 @@ def test_a_loop_of_a_known_count_is_unrolled(trip: int) -> None:
     np.testing.assert_array_equal(collected, np.array([s * x for s in states]).reshape(-1, 2))
 
 
-def test_a_loop_of_unknown_count_or_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_unknown_count_stacks_no_outputs() -> None:
     signature = "(float[2] x, int64 trip) => (float[2] last)"
-    with pytest.raises(UnsupportedModelError, match="'M' is computed while the model runs"):
+    with pytest.raises(UnsupportedModelError, match="stacks its output 'out' over a number of trips that is not known"):
         import_model(model_of(LOOP, signature, keep=np.array(True)))
-    endless = model_of(LOOP, "(float[2] x) => (float[2] last)", keep=np.array(True), trip=np.array(1 << 40))
-    monkeypatch.setattr(control, "MOST_NODES", 200)  # 20,000 take 20 seconds
-    with pytest.raises(UnsupportedModelError, match="unrolls to more than 200 nodes"):
-        import_model(endless)
+
+
+@pytest.mark.parametrize("trip", [0, 1, 7])
+def test_a_loop_of_unknown_count_is_recorded(trip: int) -> None:
+    body = LOOP.replace("last, all", "last").replace(", float[2] out", "").replace("out = Mul (w, x)", "")
+    program = import_model(model_of(body, "(float[2] x, int64 trip) => (float[2] last)", keep=np.array(True)))
+    (last,) = program.module(torch.ones(2), torch.tensor(trip))
+    assert torch.equal(last, torch.full((2,), 1.0 + sum(range(trip))))
+
+
+def test_a_long_loop_is_recorded_with_its_stacked_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_NODES", 20)
+    signature = "(float[2] x) => (float[2] last, float[N,2] all)"
+    program = import_model(model_of(LOOP, signature, trip=np.array(9), keep=np.array(True)))
+    assert len(list(program.module.graph.nodes)) < 20
+    last, collected = program.module(torch.ones(2))
+    sums = [1.0 + sum(range(i + 1)) for i in range(9)]
+    assert torch.equal(last, torch.full((2,), sums[-1]))
+    assert torch.equal(collected, torch.tensor(sums)[:, None].expand(9, 2))
 
 
 def test_a_scan_is_unrolled_in_its_direction() -> None:

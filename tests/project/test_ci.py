@@ -41,13 +41,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **own, "RELEASES": str(folder / "releases"), "VERSION": "v1", "CI_COMMIT_SHA": "v2"}
 
 
-def run(scripts: list[str], folder: Path, environment: dict[str, str]) -> Any:
-    """Run the scripts in a checkout with the build file of the page and the models that it names."""
-    (folder / "models").mkdir()
-    (folder / "plans").mkdir()
+def run(scripts: list[str], folder: Path, environment: dict[str, str], build_file: str = blocks("toml")[0]) -> Any:
+    """Run the scripts in a checkout with a build file, by default that of the page, and the models that it names."""
+    for name in ("models", "plans"):
+        (folder / name).mkdir(parents=True)
     for model in ("digits.onnx", "digits_batch.onnx"):
         shutil.copy(ROOT / "samples" / model, folder / "models")
-    (folder / "plans" / "plans.toml").write_text(blocks("toml")[0])
+    (folder / "plans" / "plans.toml").write_text(build_file)
     for script in scripts:
         done = subprocess.run(
             ["bash", "-eo", "pipefail", "-c", script],
@@ -57,19 +57,20 @@ def run(scripts: list[str], folder: Path, environment: dict[str, str]) -> Any:
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, f"{script}\n{done.stderr}"
+        assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     return yaml.safe_load((folder / "build.json").read_text())["plans"]
 
 
 def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> None:
-    """The second recipe fetches what the first has published, and builds nothing."""
-    (tmp_path / "github").mkdir()
-    (tmp_path / "gitlab").mkdir()
+    """The second recipe fetches what the first has published, and builds only what differs."""
     built = run(github_scripts(), tmp_path / "github", environment)
     assert [plan["state"] for plan in built] == ["built", "built"]
     fetched = run(gitlab_scripts(), tmp_path / "gitlab", environment)
     assert [plan["state"] for plan in fetched] == ["up to date", "up to date"]
     latest = Path(environment["RELEASES"]) / "latest"
+    resized = blocks("toml")[0].replace("[1, 2, 4]", "[1, 2]")
+    with pytest.raises(AssertionError, match=r"failed: interface: \d+ changed"):
+        run(gitlab_scripts(), tmp_path / "resized", {**environment, "CI_COMMIT_SHA": "v3"}, resized)
     assert latest.readlink() == Path("v2")
     assert {path.name for path in latest.iterdir()} == {"digits.plan", "one.plan", "plans.lock"}
 

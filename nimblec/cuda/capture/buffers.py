@@ -106,6 +106,12 @@ class BufferTable:
         """Return a span as an access of its buffer."""
         return Access(buffer=self.number(span.allocation), offset=span.offset, nbytes=span.nbytes)
 
+    def byte_at(self, address: int) -> Access:
+        """Return the byte at an absolute address of the first capture."""
+        span = self.span(ByteRange(begin=address, end=address + 1))
+        assert span is not None
+        return self.access(span)
+
     def whole(self, allocation: Allocation) -> Span:
         """Return every byte of an allocation."""
         return Span(allocation=allocation, offset=0, nbytes=self._nbytes(allocation))

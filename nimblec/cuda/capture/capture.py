@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from nimblec.base.errors import TraceError, data_dependent, first_line
 from nimblec.cuda.capture.allocator import Zone
+from nimblec.cuda.capture.bodies import RecordingRunner, Region
 from nimblec.cuda.capture.inductor import seeing_compiled_code
+from nimblec.graph.control import run_by
 from nimblec.graph.writes import written_positions
 from nimblec.pytorch.fx_graph import SetSource
 from nimblec.pytorch.generator import CudaGenerator
@@ -53,10 +55,12 @@ class Capture:
     """A captured run: the torch graph that owns the nodes, its ops, and the model's result.
 
     ``begun`` are the allocations that torch made in the zone when the capture began, ``generator`` is the model's own.
+    The graph holds every body of the ``regions``, its loops and branches, once.
     """
 
     graph: torch.cuda.CUDAGraph
     ops: tuple[OpRecord, ...]
+    regions: tuple[Region, ...]
     result: Any
     zone: Zone
     begun: range
@@ -113,9 +117,9 @@ class _OpRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         source = self._sources.source()
-        before = self._node_count()
+        before = self.node_count()
         result = self._call(func, args, kwargs, source)
-        if self._node_count() > before:
+        if self.node_count() > before:
             self._add(str(func), source, before, *_accesses(func, args, kwargs, result))
         return result
 
@@ -123,9 +127,9 @@ class _OpRecorder(TorchDispatchMode):
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
     ) -> Any:
         """Make a call that bypasses the dispatcher, and record what it launched on these tensors."""
-        before = self._node_count()
+        before = self.node_count()
         result = call()
-        if self._node_count() > before:
+        if self.node_count() > before:
             self._add(name, self._sources.current, before, tuple(_ranges(reads)), tuple(_ranges(writes)))
         return result
 
@@ -137,7 +141,7 @@ class _OpRecorder(TorchDispatchMode):
                 name=name,
                 source=source,
                 first_node=before,
-                end_node=self._node_count(),
+                end_node=self.node_count(),
                 reads=reads,
                 writes=writes,
             )
@@ -152,7 +156,8 @@ class _OpRecorder(TorchDispatchMode):
         except (RuntimeError, NotImplementedError) as exc:
             raise TraceError(f"{where}: {first_line(exc)}") from exc
 
-    def _node_count(self) -> int:
+    def node_count(self) -> int:
+        """Return the number of nodes so far."""
         graph = call("cuStreamGetCaptureInfo", self._stream)[2]
         return int(call("cuGraphGetNodes", graph, 0)[1])
 
@@ -223,6 +228,7 @@ def capture(
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     stream = torch.cuda.Stream()
     recorder = _OpRecorder(stream, sources)
+    bodies = RecordingRunner(recorder.node_count, sources.set)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         first = len(zone.addresses)
@@ -230,6 +236,7 @@ def capture(
         begun = range(first, len(zone.addresses))
         try:
             with ExitStack() as seeing:
+                seeing.enter_context(run_by(bodies))
                 if compiled:
                     seeing.enter_context(seeing_compiled_code(recorder))
                 else:
@@ -243,6 +250,13 @@ def capture(
                 raise TraceError(describe_failure(exc, sources)) from exc
             raise
         graph.capture_end()
-    ops = tuple(recorder.ops)
-    return Capture(graph=graph, ops=ops, result=result, zone=zone, begun=begun, generator=generator)
+    return Capture(
+        graph=graph,
+        ops=tuple(recorder.ops),
+        regions=tuple(bodies.regions),
+        result=result,
+        zone=zone,
+        begun=begun,
+        generator=generator,
+    )
 

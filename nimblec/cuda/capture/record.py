@@ -197,7 +197,10 @@ class ModelRecorder:
         first = self._capture_in(first_zone)
         outputs = [(name, t, t.data_ptr()) for name, t in name_outputs(first.result)]
         memory = self._generator_memory(first)
-        self._replay(first)
+        if first.regions:
+            self._run(self._model)  # the captured graph would make one trip of each loop, and take all branches
+        else:
+            self._replay(first)
         note_mutations(first_zone, self._residents)
         self._refuse_made_state()
         # Only addresses of the first run are compared.

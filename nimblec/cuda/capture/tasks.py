@@ -1,12 +1,15 @@
 """Two captures of one model as a graph of tasks: kernels with relocations, reads and writes."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nimblec.base.errors import TraceError, UnsupportedModelError
 from nimblec.base.ir import CopyWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.cuda.capture.allocator import Place, Target
+from nimblec.cuda.capture.bodies import with_bodies
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.capture.capture import ByteRange, Capture, OpRecord
 from nimblec.cuda.capture.modules import CodeIndex, origin, reports_to_host
@@ -257,7 +260,7 @@ def build_graph(
         if edge.programmatic and before is not None and after is not None:
             tasks[after] = replace(tasks[after], programmatic_after=before)
     written = {a.buffer for t in tasks for a in t.writes}
-    return Graph(
+    graph = Graph(
         modules=kernels.modules(),
         kernels=kernels.kernels(),
         buffers=buffers.buffers(written),
@@ -266,3 +269,5 @@ def build_graph(
         inputs=inputs,
         outputs=outputs,
     )
+    read = sorted(task_of_node)
+    return with_bodies(graph, first.regions, partial(bisect_left, read), buffers.byte_at)

@@ -86,7 +86,8 @@ def write_state(module: fx.GraphModule) -> None:
     _join_counters(rewriter, found)
     rewriter.finish()
     for slot in found.values():
-        _hold(module, slot)
+        if slot.is_held:
+            _hold(module, slot)
 
 
 def _join_counters(rewriter: Rewriter, state: Collection[fx.Node]) -> None:

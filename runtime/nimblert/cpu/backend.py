@@ -27,7 +27,7 @@ from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
 from nimblert.cpu.streams import Step, Streams, Threads, open_gate, pass_gate, refusal
-from nimblert.errors import InputError, PlanInvalidError
+from nimblert.errors import InputError, PlanInvalidError, endless
 from nimblert.plan import (
     Command,
     Crop,
@@ -376,10 +376,7 @@ def _loop(condition: np.ndarray, body: Step, limit: int, origin: str) -> None:
     trips = 0
     while condition[0]:
         if trips == limit:
-            raise InputError(
-                f"{origin}: has not ended after {limit} trips, the limit that the plan was compiled with: give other "
-                "inputs, or compile with a higher --trip-limit"
-            )
+            raise endless(origin, limit)
         trips += 1
         body()
 

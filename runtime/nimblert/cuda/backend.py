@@ -36,7 +36,7 @@ class CudaLoaded:
     def __init__(self, plan: Plan, device: int) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe(device))
-        self.device = device
+        self.device, self.bodies = device, plan.bodies
         self._plan = plan
         with ExitStack() as owned:
             self._context = context = Context(device)
@@ -106,7 +106,9 @@ class CudaBackend(GraphProgram):
             self._transfers = InputTransfers(context, program.inputs, self._own, self._staged_inputs, loaded.kernels)
             self._pools = loaded.host_pool, loaded.device_pool
             self.kernels, self.uploader = loaded.kernels, loaded.uploader
-            super().__init__(program, context, loaded.functions, self._own, working, loaded.device)
+            super().__init__(
+                program, context, loaded.functions, self._own, working, loaded.device, loaded.bodies
+            )
             self._owned = owned.pop_all()
 
     def prepare(self, arrays: Sequence[np.ndarray | DeviceArray], shapes: Shapes | None = None) -> PreparedCall:

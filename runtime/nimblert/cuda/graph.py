@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -73,6 +73,22 @@ class Ends(NamedTuple):
     last: Sequence[Handle]
 
 
+class Nodes(NamedTuple):
+    """The nodes of a command: one that follows what comes before it, and one that what comes after it follows."""
+
+    first: Handle
+    last: Handle
+
+
+class Control(Protocol):
+    """Adds loops and branches to graphs (`nimblert.cuda.control`)."""
+
+    def add(
+        self, built: Handle, command: While | Switch, functions: Sequence[Handle], memory: DeviceMemory
+    ) -> Nodes:
+        """Add a loop or branch to a graph, without edges to other commands, and return its nodes."""
+
+
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
     """Load the cubins, set the attributes of their kernels, and return a CUfunction for each kernel.
 
@@ -113,33 +129,52 @@ def instantiated(add: Callable[[Handle], object]) -> Handle:
         release("cuGraphDestroy", graph)
 
 
-def add_program(graph: Handle, program: Program, functions: Sequence[Handle], memory: DeviceMemory) -> Ends:
-    """Add a node for each launch, copy and fill of a program to a graph, with the edges between them."""
-    nodes: list[Handle] = []
+def add_program(
+    graph: Handle,
+    program: Program,
+    functions: Sequence[Handle],
+    memory: DeviceMemory,
+    control: Control | None = None,
+) -> Ends:
+    """Add the nodes of each launch, copy, fill, loop and branch of a program to a graph, with the edges between them.
+
+    ``control`` is needed for loops and branches.
+    """
+    last: list[Handle] = []
     first: list[Handle] = []
     followed: set[int] = set()
     for (_, command), before in zip(program.work, edges(program.commands), strict=True):
-        node = add_node(graph, command, functions, memory)
-        _add_edges(graph, nodes, node, before)
+        nodes = add_command(graph, command, functions, memory, control)
+        _add_edges(graph, last, nodes.first, before)
         followed.update(edge.source for edge in before)
-        nodes.append(node)
+        last.append(nodes.last)
         if not before:
-            first.append(node)
-    return Ends(first, [node for number, node in enumerate(nodes) if number not in followed])
+            first.append(nodes.first)
+    return Ends(first, [node for number, node in enumerate(last) if number not in followed])
 
 
-def add_node(graph: Handle, command: Work, functions: Sequence[Handle], memory: DeviceMemory) -> Handle:
-    """Add one command to a graph, without edges, and return its node."""
+def add_command(
+    graph: Handle,
+    command: Work,
+    functions: Sequence[Handle],
+    memory: DeviceMemory,
+    control: Control | None = None,
+) -> Nodes:
+    """Add one command to a graph, without edges to others, and return its nodes; see `add_program`."""
     match command:
         case Launch():
-            return _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
+            node = _add_launch(graph, command, functions[command.kernel], relocate(command, memory))
         case Memcpy():
-            return add_copy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
+            node = add_copy(graph, memory.address(command.dst), memory.address(command.src), command.nbytes)
         case Memset():
             filling = Filling(command.value, command.element_nbytes, command.count)
-            return add_fill(graph, memory.address(command.dst), filling)
-        case While() | Switch() | Crop():
-            raise PlanInvalidError([f"{type(command).__name__}: this nimblert runs it on the CPU only"])
+            node = add_fill(graph, memory.address(command.dst), filling)
+        case While() | Switch():
+            assert control is not None
+            return control.add(graph, command, functions, memory)
+        case Crop():
+            raise PlanInvalidError(["Crop: this nimblert runs it on the CPU only"])
+    return Nodes(node, node)
 
 
 def add_kernel(

@@ -13,9 +13,9 @@ from nimblert.plan import Work
 
 
 def steps(backend: GraphProgram) -> Generator[Work, None, None]:
-    """Compute on the inputs on the device in issue order, and yield each launch, copy or fill when it is done.
+    """Compute on the inputs on the device in issue order, and yield each command but events when it is done.
 
-    Each is a graph of one node, so that it runs as it does in the whole graph.
+    Each is a graph of its own, so that it runs as it does in the whole graph.
     """
     for _, command in backend.program.work:
         _run_once(backend, partial(backend.add_command, command=command))
@@ -55,9 +55,9 @@ def _two_events(backend: GraphProgram) -> Iterator[tuple[Handle, Handle]]:
 def _time_alone(backend: GraphProgram, command: Work, begin: Handle, end: Handle) -> int:
     def add(single: Handle) -> None:
         first = graph.add_record(single, begin)
-        node = backend.add_command(single, command)
-        graph.add_edges(single, [first], [node])
-        graph.add_edges(single, [node], [graph.add_record(single, end)])
+        nodes = backend.add_command(single, command)
+        graph.add_edges(single, [first], [nodes.first])
+        graph.add_edges(single, [nodes.last], [graph.add_record(single, end)])
 
     _run_once(backend, add)
     return round(float(call("cuEventElapsedTime", begin, end)) * 1e6)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from nimblert.cuda import driver, graph
 from nimblert.cuda.driver import Context, Handle, call
@@ -10,7 +11,10 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.uploader import Uploader
 from nimblert.cuda.working import CudaWorking
-from nimblert.plan import Program, Work
+from nimblert.plan import Program, Work, pieces
+
+if TYPE_CHECKING:
+    from nimblert.cuda.control import Control
 
 
 class GraphProgram:
@@ -27,6 +31,7 @@ class GraphProgram:
         memory: DeviceMemory,
         working: CudaWorking,
         device: int,
+        bodies: Sequence[Program] = (),
     ) -> None:
         self.program, self.memory, self.in_flight = program, memory, working.in_flight
         self.bound: frozenset[str] = frozenset()
@@ -35,6 +40,12 @@ class GraphProgram:
         self.launch: Callable[[Handle, int], None] = driver.function("cuGraphLaunch")
         """Enqueue a graph on a stream."""
         self.synchronize_stream: Callable[[int], None] = driver.function("cuStreamSynchronize")
+        self._control: Control | None = None
+        if any(pieces.bodies_of(command) for _, command in program.work):
+            from nimblert.cuda import control  # few plans have loops
+
+            self._control = control.Control(program, bodies, context)
+            self.synchronize_stream = self._control.checked(self.synchronize_stream)
         self._graph = self.instantiate(memory)
         call("cuGraphUpload", self._graph, self._stream)
         self.synchronize_stream(self._stream)
@@ -60,7 +71,7 @@ class GraphProgram:
                 for earlier, later in pairwise(nodes):
                     graph.add_edges(built, [earlier], [later])
                 before += nodes[-1:]
-            ends = graph.add_program(built, self.program, self._functions, memory)
+            ends = graph.add_program(built, self.program, self._functions, memory, self._control)
             graph.add_edges(built, before, ends.first)
             for step in beside:
                 step(built)
@@ -68,9 +79,9 @@ class GraphProgram:
 
         return graph.instantiated(add)
 
-    def add_command(self, built: Handle, command: Work) -> Handle:
-        """Add a command alone to a graph, and return its node."""
-        return graph.add_node(built, command, self._functions, self.memory)
+    def add_command(self, built: Handle, command: Work) -> graph.Nodes:
+        """Add a command alone to a graph, and return its nodes."""
+        return graph.add_command(built, command, self._functions, self.memory, self._control)
 
     def begin(self, stream: int | None) -> int:
         """Make later work on ``stream``, by default the context's, follow all work in flight; return its handle."""
