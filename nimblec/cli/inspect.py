@@ -9,6 +9,7 @@ from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import dot, inspection, trace
+from nimblec.inspect.report import html_page
 from nimblert.check.verify import read_plan
 from nimblert.plan.files import replacing
 
@@ -31,7 +32,21 @@ from nimblert.plan.files import replacing
     metavar="FILE",
     help="Write the graph of the commands for Graphviz.",
 )
-def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path | None, dot_file: Path | None) -> None:
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a page that shows everything in a browser, without a network.",
+)
+def inspect_plan(
+    plan: Path,
+    as_json: bool,
+    as_timeline: bool,
+    trace_file: Path | None,
+    dot_file: Path | None,
+    html_file: Path | None,
+) -> None:
     """Show what PLAN holds: target, inputs, outputs, commands, schedule, kernels, memory, weights, sizes.
 
     Works on any machine, whatever the plan was made for. The timeline, the trace and the critical
@@ -43,9 +58,10 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
       nimblec inspect model.plan --json | jq .sizes
       nimblec inspect model.plan --timeline
       nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
+      nimblec inspect model.plan --html report.html
     """
     refuse_both("--json", "--timeline", given=as_json and as_timeline)
-    files = [path for path in (trace_file, dot_file) if path is not None]
+    files = [path for path in (trace_file, dot_file, html_file) if path is not None]
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
         raise click.UsageError("PLAN and the files to write must be different files.")
@@ -66,6 +82,9 @@ def inspect_plan(plan: Path, as_json: bool, as_timeline: bool, trace_file: Path 
         _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)
     if dot_file is not None:
         _write_text(dot_file, dot.dot(opened), quiet=as_json)
+    if html_file is not None:
+        page = html_page(opened, name=plan.name, file_nbytes=plan.stat().st_size)
+        _write_text(html_file, page, quiet=as_json)
 
 
 def _write_text(path: Path, text: str, *, quiet: bool) -> None:

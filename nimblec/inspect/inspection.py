@@ -53,7 +53,7 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "state": [
             {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
         ],
-        "programs": [_program(plan, program) for program in plan.programs],
+        "programs": [describe_program(plan, program) for program in plan.programs],
         "refits": [_refit(refit) for refit in plan.refits],
     }
 
@@ -166,7 +166,8 @@ def _tensor(tensor: Tensor) -> Json:
     }
 
 
-def _program(plan: Plan, program: Program) -> Json:
+def describe_program(plan: Plan, program: Program) -> Json:
+    """Return the part of `describe` that is about one program; it may be a body."""
     golden = program.golden
     cropped = {work.output for _, work in program.work if isinstance(work, Crop)}
     return {

@@ -36,8 +36,7 @@ def _program_events(plan: Plan, process: int, program: Program, times: Timeline)
         yield _metadata("thread_sort_index", process, {"sort_index": stream}, thread=stream)
     critical = frozenset(times.critical_path)
     for index, span in enumerate(times.spans):
-        arguments = {**_arguments(plan, program, span), "on critical path": index in critical}
-        yield _slice(process, program, span, arguments)
+        yield _slice(process, program, span, {**arguments(plan, program, span), "on critical path": index in critical})
     for number, handover in enumerate(times.handovers):
         yield from _arrow(process, f"{process}.{number}", handover, times)
 
@@ -46,7 +45,7 @@ def _metadata(name: str, process: int, arguments: Json, *, thread: int = 0) -> J
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": arguments}
 
 
-def _slice(process: int, program: Program, span: Span, arguments: Json) -> Json:
+def _slice(process: int, program: Program, span: Span, facts: Json) -> Json:
     return {
         "name": kind(program, span.work),
         "cat": type(span.work).__name__.lower(),
@@ -55,7 +54,7 @@ def _slice(process: int, program: Program, span: Span, arguments: Json) -> Json:
         "tid": span.work.stream,
         "ts": span.start_ns / 1000,
         "dur": span.duration_ns / 1000,
-        "args": arguments,
+        "args": facts,
     }
 
 
@@ -67,7 +66,8 @@ def _arrow(process: int, identity: str, handover: Handover, times: Timeline) -> 
     yield {**shared, "ph": "f", "bp": "e", "tid": target.work.stream, "ts": target.start_ns / 1000}
 
 
-def _arguments(plan: Plan, program: Program, span: Span) -> Json:
+def arguments(plan: Plan, program: Program, span: Span) -> Json:
+    """Return the facts about a command that its place in time does not tell."""
     work, op = span.work, program.ops[span.work.op]
     shared = {"command": span.command, "op": op.name, "source": op.source, "measured_ns": work.duration_ns}
     match work:

@@ -79,8 +79,8 @@ class _Entry(Writing):
         super().__init__()
         self.shared, self.sampling = shared, sampling
         self.settable = ("shared.seed",) if sampling.temperature else ()
-        own = ("token", "position", *(["offset"] if sampling.temperature else []))
-        names = (*own, *(f"model.{name}" for name in shared.caches))
+        self.kept = ("token", "position", *(["offset"] if sampling.temperature else []))
+        names = (*self.kept, *(f"model.{name}" for name in shared.caches))
         self.writes = (*(f"shared.{name}" for name in names), *self.settable)
 
 
@@ -94,7 +94,8 @@ class _Prefill(_Entry):
         logits = shared.model(ids, positions)
         last = logits.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, logits.shape[-1])).squeeze(1)
         token = self.sampling.choose(last, shared.seed, shared.offset)
-        shared.offset.copy_(shared.offset + self.sampling.advance(last.shape))
+        if self.sampling.temperature:
+            shared.offset.copy_(shared.offset + self.sampling.advance(last.shape))
         shared.token.copy_(token)
         shared.position.copy_(lengths)
         return token
@@ -114,31 +115,32 @@ class _Generate(_Entry):
         """
         shared, sampling, most = self.shared, self.sampling, self.most
         held = dict(shared.model.named_buffers())
+        kept = [getattr(shared, name) for name in self.kept]
 
-        def goes_on(step: Tensor, token: Tensor, position: Tensor, *_rest: Tensor) -> Tensor:
+        def goes_on(step: Tensor, _made: Tensor, token: Tensor, position: Tensor, *_rest: Tensor) -> Tensor:
             going = (step < count) & (step < most) & (position.amax() < self.length)
             return going if self.eos is None else going & (token != self.eos).any()
 
-        def make(step: Tensor, token: Tensor, position: Tensor, offset: Tensor, made: Tensor, *caches: Tensor) -> Any:
+        def make(step: Tensor, made: Tensor, token: Tensor, position: Tensor, *rest: Tensor) -> Any:
+            offsets, caches = rest[: len(kept) - 2], rest[len(kept) - 2 :]
             given = {name: cache.clone() for name, cache in zip(shared.caches, caches, strict=True)}
             logits = functional_call(shared.model, given, (token[:, None], position[:, None]))[:, -1]
-            following = sampling.choose(logits, shared.seed, offset)
+            following = sampling.choose(logits, shared.seed, offsets[0] if offsets else shared.offset)
             if self.eos is not None:
                 following = torch.where(token == self.eos, token, following)
             made = torch.index_copy(made, 1, step.reshape(1), following[:, None])
-            return step + 1, following, position + 1, offset + sampling.advance(logits.shape), made, *given.values()
+            drawn = [offset + sampling.advance(logits.shape) for offset in offsets]
+            return step + 1, made, following, position + 1, *drawn, *given.values()
 
         first = (
             torch.zeros((), dtype=torch.int64, device=count.device),
-            *(tensor.clone() for tensor in (shared.token, shared.position, shared.offset)),
             torch.zeros(len(shared.token), most, dtype=torch.int64, device=count.device),
+            *(tensor.clone() for tensor in kept),
             *(held[name].clone() for name in shared.caches),
         )
-        step, token, position, offset, made, *caches = torch.while_loop(goes_on, make, first)
-        for tensor, last in zip((shared.token, shared.position, shared.offset), (token, position, offset), strict=True):
-            tensor.copy_(last)
-        for name, cache in zip(shared.caches, caches, strict=True):
-            held[name].copy_(cache)
+        step, made, *last = torch.while_loop(goes_on, make, first)
+        for tensor, value in zip((*kept, *(held[name] for name in shared.caches)), last, strict=True):
+            tensor.copy_(value)
         return made, step
 
 

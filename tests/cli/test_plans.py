@@ -264,9 +264,16 @@ def test_inspect_writes_the_trace_and_the_graph(nimblec: CommandLine, cuda: Path
     assert json.loads(nimblec("inspect", cuda, "--json", "--dot", graph).out)["target"] == "cuda"
 
 
+def test_inspect_writes_the_page(nimblec: CommandLine, cuda: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    assert nimblec.prints("inspect", cuda, "--html", report) == f"wrote {report}\n"
+    assert report.read_text().startswith("<!doctype html>\n")
+    assert '"file":"cuda.plan"' in report.read_text()
+
+
 def test_files_that_inspect_cannot_write_are_refused(nimblec: CommandLine, cuda: Path, tmp_path: Path) -> None:
     before = cuda.read_bytes()
-    for option in ("--dot", "--chrome-trace"):
+    for option in ("--dot", "--chrome-trace", "--html"):
         missing = tmp_path / "none" / "file"
         assert f"{missing}: cannot be written: No such file" in nimblec.refused("inspect", cuda, option, missing)
         assert str(tmp_path) in nimblec.refused("inspect", cuda, option, tmp_path)

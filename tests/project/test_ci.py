@@ -72,7 +72,8 @@ def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> N
     with pytest.raises(AssertionError, match=r"failed: interface: \d+ changed"):
         run(gitlab_scripts(), tmp_path / "resized", {**environment, "CI_COMMIT_SHA": "v3"}, resized)
     assert latest.readlink() == Path("v2")
-    assert {path.name for path in latest.iterdir()} == {"digits.plan", "one.plan", "plans.lock"}
+    published = {"digits.plan", "digits.html", "one.plan", "one.html", "plans.lock"}
+    assert {path.name for path in latest.iterdir()} == published
 
 
 def test_dockerfile_makes_a_lean_server(nimblec: CommandLine, tmp_path: Path) -> None:

@@ -111,8 +111,9 @@ def test_one_line_installs_the_compiler_and_its_runtime(whole: Environment) -> N
 
 
 def test_nimblec_without_extras_inspects_a_plan(whole: Environment, cuda: Path) -> None:
-    done = whole.run("-m", "nimblec", "inspect", cuda, "--json")
+    done = whole.run("-m", "nimblec", "inspect", cuda, "--json", "--html", cuda.with_suffix(".html"))
     assert done.returncode == 0, done.stderr
+    assert "nimblec/inspect/report.py" in cuda.with_suffix(".html").read_text()
     assert json.loads(done.stdout)["device"]["name"] == "NVIDIA H200"
 
 

@@ -38,6 +38,8 @@ from nimblert.plan import (
 )
 
 H200 = Device(name="NVIDIA H200", compute_capability=(9, 0), multiprocessor_count=132, driver_version=13000)
+MARKUP = "</script><img src=x onerror=alert(1)><!--\u202e"
+"""A name that would end a script and start another where it is not escaped."""
 VERSIONS = (("nimblec", "0.1.0"), ("torch", "2.13.0"))
 
 
@@ -178,6 +180,28 @@ def cuda_plan() -> Plan:
         state_nbytes=256,
         state=(weight("mean", (0.0,) * 16, 0),),
         programs=(program,),
+    )
+
+
+def markup_plan() -> Plan:
+    """`cuda_plan` whose names of tensors, weights, ops, sources, kernels, origins and entries are `MARKUP`."""
+    plan = cuda_plan()
+    program = plan.programs[0]
+    changed = replace(
+        program,
+        name=MARKUP,
+        entry=MARKUP,
+        inputs=tuple(replace(tensor, name=MARKUP) for tensor in program.inputs),
+        outputs=tuple(replace(tensor, name=MARKUP) for tensor in program.outputs),
+        ops=tuple(Op(name=f"aten.{MARKUP}", source=MARKUP) for _ in program.ops),
+    )
+    return replace(
+        plan,
+        producer=MARKUP,
+        modules=tuple(replace(module, origin=MARKUP) for module in plan.modules),
+        kernels=tuple(replace(kernel, symbol=MARKUP) for kernel in plan.kernels),
+        weights=tuple(replace(weight, name=f"{MARKUP}{weight.offset}") for weight in plan.weights),
+        programs=(changed,),
     )
 
 
