@@ -3,7 +3,6 @@
 import os
 import platform
 import sys
-import time
 from pathlib import Path
 
 import nimblert
@@ -14,12 +13,6 @@ VERSION = "0.1.0"
 def package_folders() -> tuple[Path, Path]:
     """Return the folders of nimblec and nimblert."""
     return Path(__file__).parent.parent, Path(next(iter(nimblert.__path__)))
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process was started, which is before Python runs any line of it."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def processor() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from nimblec.base.installation import process_age_s
+from nimblec.base.isolation import IMPORTED_S
 from nimblec.base.options import DEFAULT_LEVEL, DEFAULT_TRIP_LIMIT, Options, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
 from nimblec.cli.command import OWN_PROCESS, Command, refuse_both
@@ -204,7 +204,7 @@ def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, qui
           --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
       nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
     """
-    begin = time.perf_counter()
+    begin = IMPORTED_S if click.get_current_context().obj == OWN_PROCESS else time.perf_counter()
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--json", "--quiet", given=as_json and quiet)
     options = options_of(model, output, **given)
@@ -221,8 +221,6 @@ def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, qui
     if not quiet and not as_json:
         echo(f"target: {chosen.name.lower()} ({reason})")
     options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
-    if click.get_current_context().obj == OWN_PROCESS:
-        begin = time.perf_counter() - process_age_s()
     start_s = time.perf_counter() - begin
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compiler.compile_model(model, options=options, output=output, observer=observer)
