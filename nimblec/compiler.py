@@ -13,6 +13,7 @@ from nimblec.base.source import Source
 from nimblec.base.stages import Observer, Stopwatch, stage
 from nimblec.find_source import find_source
 from nimblec.plan.plan_cache import compile_once
+from nimblec.plan.stripping import strip
 from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError, DeviceMismatchError
@@ -58,6 +59,7 @@ def compile_model(
     *,
     options: Options,
     output: Path | None = None,
+    weights: Path | None = None,
     observer: Observer,
     dynamic_shapes: Any = None,
 ) -> Compiled:
@@ -65,8 +67,8 @@ def compile_model(
 
     ``model``, ``example_inputs``, ``kwargs`` and ``dynamic_shapes`` are what `nimblec.compile` takes. The
     file is written under another name, checked, and renamed: whatever goes wrong, an older file is still
-    there. A symbolic link stays, and what it leads to is replaced. Raises ArgumentError, CompileError,
-    DeviceMismatchError.
+    there. A symbolic link stays, and what it leads to is replaced. ``weights`` is a file for the weights, of which the
+    plan is then stripped. Raises ArgumentError, CompileError, DeviceMismatchError.
     """
     target, _ = choose_target(options.target)
     stopwatch = Stopwatch(observer)
@@ -78,6 +80,8 @@ def compile_model(
             notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
+        if weights is not None:
+            strip(written, weights)
         if output is not None:
             written.replace(destination(output))
         plan = read_plan(output or written)  # the mapping outlives the temporary file

@@ -17,6 +17,7 @@ EXTRAS = {
     "onnxscript": "compile",
     "onnx_ir": "compile",
     "cuda": "cuda",
+    "cryptography": "signing",
 }
 """Packages that a plain installation lacks, and the extra that installs each."""
 

@@ -1,4 +1,4 @@
-"""The command line, `nimblec COMMAND`. It parses, calls and prints."""
+"""The command line: one module for each command. It parses, calls and prints."""
 
 import os
 import signal
@@ -15,10 +15,12 @@ from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
 from nimblec.cli.diff import diff_plans
+from nimblec.cli.doctor import examine_installation
 from nimblec.cli.explain import explain_plan
 from nimblec.cli.inspect import inspect_plan
 from nimblec.cli.interrupts import INTERRUPTED, prompt_interrupts
 from nimblec.cli.run import run_plan
+from nimblec.cli.sign import sign_plan
 from nimblec.cli.verify import verify_plan
 
 
@@ -58,6 +60,8 @@ for command in (
     explain_plan,
     diff_plans,
     verify_plan,
+    sign_plan,
+    examine_installation,
 ):
     cli.add_command(command)
 

@@ -30,6 +30,7 @@ PROFILES = 11
 @loading.dim_option
 @loading.seed_option
 @loading.cpu_threads_option
+@loading.weights_option
 @click.option(
     "--warm-up",
     type=click.FloatRange(0, LONGEST_S),
@@ -72,6 +73,7 @@ def bench_plan(
     dims: tuple[tuple[str, int], ...],
     seed: int,
     cpu_threads: int | tuple[int, ...] | None,
+    weights: Path | None,
     warm_up: float,
     duration: float,
     threads: int,
@@ -95,7 +97,7 @@ def bench_plan(
         what = f"{contexts} for {threads} threads, expected at most one for each"
         raise click.BadParameter(what, param_hint="--contexts")
     given = arguments.read_arrays(files)
-    with load(plan, threads=cpu_threads) as executable:
+    with load(plan, threads=cpu_threads, weights=weights) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed, dims)
         calls = _calls(executable, inputs, chosen.name, contexts=contexts, threads=threads, replay=replay)

@@ -23,12 +23,13 @@ from nimblert.errors import InputError, NimbleError
 from nimblert.plan.files import destination
 
 _PRINTING = {"as_json", "verbose", "quiet"}
-"""Parameters of ``nimblec compile`` that a build chooses itself."""
+_NO_KEYS = {*_PRINTING, "output", "weights"}
+"""Parameters of ``nimblec compile`` that are no options of a plan, or that name a second file to write."""
 
 OPTIONS = {
     next((name[2:] for name in option.opts if name.startswith("--")), option.name): option
     for option in compile_model.params
-    if isinstance(option, click.Option) and option.expose_value and option.name not in {*_PRINTING, "output"}
+    if isinstance(option, click.Option) and option.expose_value and option.name not in _NO_KEYS
 }
 """The options of ``nimblec compile`` by key: ``level`` for -O, which has no long name."""
 

@@ -18,6 +18,7 @@ from nimblec.cli.command import OWN_PROCESS, Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblec.inspect.inspection import Json, command_counts, sizes
+from nimblec.plan import stripping
 from nimblert.plan import Target, schema
 from nimblert.plan.records import DEFAULT_LIMITS
 
@@ -179,10 +180,27 @@ if TYPE_CHECKING:
     "same machine with the same software.  [default: ~/.cache/nimblec/plans]",
 )
 @click.option("--no-plan-cache", is_flag=True, help="Neither read nor write the plan cache.")
+@click.option(
+    "--strip-weights",
+    "weights",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the weights to a safetensors file instead of PLAN, which keeps their digests: it is loaded with "
+    "--weights FILE, in Python load(plan, weights=FILE).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON: sizes, notes, seconds of each stage.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, quiet: bool, **given: Any) -> None:
+def compile_model(
+    model: str,
+    output: Path,
+    *,
+    weights: Path | None,
+    as_json: bool,
+    verbose: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
     """Compile MODEL into a plan file.
 
     MODEL is an ONNX file (.onnx, with or without external data), a file of torch.export.save (.pt2), or
@@ -207,7 +225,7 @@ def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, qui
     begin = IMPORTED_S if click.get_current_context().obj == OWN_PROCESS else time.perf_counter()
     refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--json", "--quiet", given=as_json and quiet)
-    options = options_of(model, output, **given)
+    options = options_of(model, output, weights=weights, **given)
     is_callable = is_code(model)
     if not quiet and (is_callable or (model.lower().endswith(".pt2") and Path(model).is_file())):
         echo(f"note: {model} is code that runs with your rights: compile only what you trust", err=True)
@@ -223,7 +241,7 @@ def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, qui
     options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
     start_s = time.perf_counter() - begin
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
-        made = compiler.compile_model(model, options=options, output=output, observer=observer)
+        made = compiler.compile_model(model, options=options, output=output, weights=weights, observer=observer)
     if quiet:
         return
     facts = _facts(made, output, start_s=start_s, all_s=time.perf_counter() - begin)
@@ -233,7 +251,8 @@ def compile_model(model: str, output: Path, *, as_json: bool, verbose: bool, qui
     for note in made.notes:
         echo(f"note: {note}")
     report.SafeConsole().print(report.compiled(facts))
-    echo(f"wrote {output}")
+    for written in filter(None, (output, weights)):
+        echo(f"wrote {written}")
 
 
 def is_code(model: str) -> bool:
@@ -241,7 +260,7 @@ def is_code(model: str) -> bool:
     return Path(model).suffix.lower() not in {".onnx", ".pt2"} and all(model.partition(":"))
 
 
-def options_of(model: str, output: Path, *, no_plan_cache: bool, **given: Any) -> Options:
+def options_of(model: str, output: Path, *, weights: Path | None, no_plan_cache: bool, **given: Any) -> Options:
     """Return the options that the parameters of ``nimblec compile`` stand for; the arrays that they name are read."""
     for cache in ("timing_cache", "plan_cache"):
         if given[cache] is None:
@@ -251,7 +270,9 @@ def options_of(model: str, output: Path, *, no_plan_cache: bool, **given: Any) -
     if no_plan_cache:
         given["plan_cache"] = None
     files = (file for _, file in (*given["constants"], *given["examples"]) if isinstance(file, Path))
-    _refuse_overwriting(output, (Path(model), *filter(None, (given.get("timing_cache"),)), *files))
+    read = (Path(model), *filter(None, (given.get("timing_cache"),)), *files)
+    _refuse_overwriting(output, read)
+    _refuse_weights(weights, (output, *read))
     given |= {name: tuple(arguments.read_arrays(given[name]).items()) for name in ("constants", "examples")}
     return read_options(**given)
 
@@ -281,6 +302,14 @@ def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
             raise click.UsageError(f"{output}: {what}: name another PLAN.")
     if output.is_file() and output.stat().st_size and not _is_plan(output):
         raise click.UsageError(f"{output}: exists and is not a plan: remove it, or name another PLAN.")
+
+
+def _refuse_weights(weights: Path | None, others: Iterable[Path]) -> None:
+    if weights is None:
+        return
+    if weights.resolve() in [path.resolve() for path in others]:
+        raise click.UsageError(f"{weights}: is PLAN, or is read by this compilation: name another file.")
+    stripping.check_destination(weights)
 
 
 def _is_plan(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """``nimblec inspect``."""
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import click
@@ -8,15 +9,17 @@ import click
 from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
 from nimblec.cli.console import echo, echo_lines
-from nimblec.inspect import dot, inspection, trace
+from nimblec.inspect import dot, inspection, sbom, trace
 from nimblec.inspect.report import html_page
 from nimblert.check.verify import read_plan
+from nimblert.plan import Plan
 from nimblert.plan.files import replacing
 
 
 @click.command("inspect", cls=Command, short_help="Show what PLAN holds.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--sbom", "as_sbom", is_flag=True, help="Print a bill of materials, CycloneDX 1.5 JSON, instead.")
 @click.option("--timeline", "as_timeline", is_flag=True, help="Draw the streams in the terminal instead.")
 @click.option(
     "--chrome-trace",
@@ -42,6 +45,7 @@ from nimblert.plan.files import replacing
 def inspect_plan(
     plan: Path,
     as_json: bool,
+    as_sbom: bool,
     as_timeline: bool,
     trace_file: Path | None,
     dot_file: Path | None,
@@ -56,35 +60,47 @@ def inspect_plan(
     Examples:
       nimblec inspect model.plan
       nimblec inspect model.plan --json | jq .sizes
+      nimblec inspect model.plan --sbom > model.cdx.json
       nimblec inspect model.plan --timeline
       nimblec inspect model.plan --chrome-trace trace.json --dot graph.dot
       nimblec inspect model.plan --html report.html
     """
-    refuse_both("--json", "--timeline", given=as_json and as_timeline)
+    forms = {"--json": as_json, "--sbom": as_sbom, "--timeline": as_timeline}
+    for one, other in combinations(forms, 2):
+        refuse_both(one, other, given=forms[one] and forms[other])
     files = [path for path in (trace_file, dot_file, html_file) if path is not None]
     resolved = [path.resolve() for path in (plan, *files)]
     if len(set(resolved)) < len(resolved):
         raise click.UsageError("PLAN and the files to write must be different files.")
     opened = read_plan(plan)
     if as_json:
-        facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
-    elif as_timeline:
-        console = report.SafeConsole()
-        for program in opened.programs:
-            console.print(*picture.picture(program, width=console.width), sep="\n")
-    elif not files:
-        console = report.SafeConsole()
-        facts = inspection.describe(opened, file_nbytes=plan.stat().st_size)
-        for table in (*report.inspected(facts), *layer_tables.tables(facts)):
-            console.print(table)
+        _print_json(inspection.describe(opened, file_nbytes=plan.stat().st_size))
+    elif as_sbom:
+        _print_json(sbom.bill_of_materials(opened, plan.name))
+    elif as_timeline or not files:
+        _print_tables(opened, file_nbytes=plan.stat().st_size, as_timeline=as_timeline)
     if trace_file is not None:
-        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json)
+        _write_text(trace_file, json.dumps(trace.chrome_trace(opened)), quiet=as_json or as_sbom)
     if dot_file is not None:
-        _write_text(dot_file, dot.dot(opened), quiet=as_json)
+        _write_text(dot_file, dot.dot(opened), quiet=as_json or as_sbom)
     if html_file is not None:
         page = html_page(opened, name=plan.name, file_nbytes=plan.stat().st_size)
-        _write_text(html_file, page, quiet=as_json)
+        _write_text(html_file, page, quiet=as_json or as_sbom)
+
+
+def _print_tables(plan: Plan, *, file_nbytes: int, as_timeline: bool) -> None:
+    console = report.SafeConsole()
+    if as_timeline:
+        for program in plan.programs:
+            console.print(*picture.picture(program, width=console.width), sep="\n")
+        return
+    facts = inspection.describe(plan, file_nbytes=file_nbytes)
+    for table in (*report.inspected(facts), *layer_tables.tables(facts)):
+        console.print(table)
+
+
+def _print_json(facts: inspection.Json) -> None:
+    echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 def _write_text(path: Path, text: str, *, quiet: bool) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import click
 import numpy as np
@@ -44,6 +45,12 @@ cpu_threads_option = click.option(
     "[default: one for each core]",
 )
 
+weights_option = click.option(
+    "--weights",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The file of weights, where PLAN was compiled with --strip-weights.",
+)
 
 dim_option = click.option(
     "--dim",

@@ -113,6 +113,8 @@ def _origin(facts: Json) -> Table:
     made.add_row("made on", ", ".join(f"{_words(key)} {value}".strip() for key, value in facts["device"].items()))
     made.add_row("made by", facts["producer"])
     made.add_row("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    if facts["is_stripped"]:
+        made.add_row("weights", "in another file, see --strip-weights of nimblec compile")
     if refits := facts["refits"]:
         replaceable = sum(len(refit["weights"]) for refit in refits)
         made.add_row("new weights", f"{replaceable} can be replaced, by {sum(r['commands'] for r in refits)} commands")

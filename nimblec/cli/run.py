@@ -34,6 +34,7 @@ WARM_UPS = 20
 )
 @loading.seed_option
 @loading.cpu_threads_option
+@loading.weights_option
 def run_plan(
     plan: Path,
     entry: str | None,
@@ -43,6 +44,7 @@ def run_plan(
     repeat: int | None,
     seed: int,
     cpu_threads: int | tuple[int, ...] | None,
+    weights: Path | None,
 ) -> None:
     """Run PLAN once and print its outputs.
 
@@ -56,7 +58,7 @@ def run_plan(
       nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
     """
     given = arguments.read_arrays(files)
-    with load(plan, threads=cpu_threads) as executable:
+    with load(plan, threads=cpu_threads, weights=weights) as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed, dims)
         outputs = chosen.run(inputs)

@@ -7,16 +7,32 @@ from pathlib import Path
 import click
 import numpy as np
 
-from nimblec.cli import arguments
+from nimblec.cli import arguments, loading
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import verification
 from nimblec.inspect.verification import Result
 from nimblert.errors import PlanError
+from nimblert.plan.signatures import Trust
 
 
 @click.command("verify", cls=Command, short_help="Check PLAN, and repeat its recorded run.")
 @click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--trusted-key",
+    "trusted_keys",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="KEY.pub",
+    help="Refuse PLAN, before anything of it is parsed, unless this public Ed25519 key (OpenSSH or PEM) or another one "
+    "given has signed it. Repeatable.",
+)
+@click.option(
+    "--signature",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --trusted-key: the signature.  [default: PLAN.sig]",
+)
 @click.option(
     "--against",
     "model",
@@ -46,20 +62,25 @@ from nimblert.errors import PlanError
     metavar="S",
     help="With --against: the seed of the inputs.  [default: 0]",
 )
+@loading.weights_option
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON once all have ended.")
 def verify_plan(
     plan: Path,
+    trusted_keys: tuple[Path, ...],
+    signature: Path | None,
     model: Path | None,
     constants: tuple[tuple[str, Path | np.ndarray], ...],
     tolerance: float | None,
     entry: str | None,
     per_node: bool,
     seed: int | None,
+    weights: Path | None,
     as_json: bool,
 ) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
     \b
+    signature a trusted key has signed the file (with --trusted-key)
     format   the file is complete and undamaged
     rules    references, bounds, launch limits
     hazards  conflicting accesses are ordered, also between buffers that share memory
@@ -76,9 +97,13 @@ def verify_plan(
     \b
     Examples:
       nimblec verify model.plan
+      nimblec verify model.plan --trusted-key release.pub
       nimblec verify model.plan --against model.onnx --tolerance 1e-3 --per-node
     """
-    checks = verification.verify(plan)
+    if signature is not None and not trusted_keys:
+        raise click.UsageError("--signature needs --trusted-key KEY.pub.")
+    trust = Trust(trusted_keys, signature) if trusted_keys else None
+    checks = verification.verify(plan, trust, weights)
     if model is not None:
         from nimblec.inspect import against  # brings in onnx and ONNX Runtime
 
@@ -91,7 +116,7 @@ def verify_plan(
             per_node=per_node,
             seed=seed or 0,
         )
-        checks = chain(checks, against.compare(plan, wanted))
+        checks = chain(checks, against.compare(plan, wanted, trust, weights))
     elif constants or per_node or tolerance is not None or seed is not None or entry is not None:
         raise click.UsageError("--constant, --tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
     done = []

@@ -23,8 +23,8 @@ from nimblec.cpu.ort_worker import Feed, RefusedError
 from nimblec.onnx_import import model_nodes, model_shapes
 from nimblec.onnx_import.model_file import ModelTensor
 from nimblert.arrays.layouts import numpy_dtype
-from nimblert.check.bounds import MAX_RANK
 from nimblert.plan import ITEM_NBYTES
+from nimblert.plan.records import MAX_RANK
 
 SIZED_BY_VALUE = frozenset({"NonZero", "Unique", "NonMaxSuppression", "Compress", "SequenceAt", "StringSplit"})
 """Operators whose output sizes depend on values by definition."""

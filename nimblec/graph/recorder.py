@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nimblec.graph.definitions import FAKES, RECURRENT
 from nimblert.arrays.layouts import is_dense
@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
         self._kept.append(fake)
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
-        with self._fake_mode:
+        with _disable_current_modes(), self._fake_mode:  # a recorder would record how the mode makes one
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
         assert isinstance(fake, FakeTensor)
         return fake

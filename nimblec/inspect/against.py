@@ -22,6 +22,8 @@ from nimblert.check.verify import read_plan
 from nimblert.errors import PlanError
 from nimblert.executable import Executable, load
 from nimblert.plan import Plan, Program
+from nimblert.plan.external import filled
+from nimblert.plan.signatures import Trust
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -45,13 +47,14 @@ class Against:
     seed: int = 0
 
 
-def compare(path: Path, against: Against) -> Iterator[Check]:
+def compare(path: Path, against: Against, trust: Trust | None = None, weights: Path | None = None) -> Iterator[Check]:
     """Compare each output of the plan in ``path`` with what ONNX Runtime computes without its optimiser.
 
     Raises PlanError if the plan cannot be of that model, DeviceMismatchError if it cannot run on this
-    machine, CompileError if the model cannot be read or run.
+    machine, CompileError if the model cannot be read or run, PlanSignatureError if no key of ``trust``
+    has signed the plan.
     """
-    plan = read_plan(path)
+    plan = filled(read_plan(path, trust=trust), weights, copy=trust is not None)
     model = model_file.load(against.model, external_data=False)
     make_constant(model, against.constants)
     with own_process():

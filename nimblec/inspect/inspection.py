@@ -45,6 +45,7 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
         "versions": dict(plan.versions),
         "target": plan.target.name.lower(),
         "device": device_of(plan),
+        "is_stripped": plan.is_stripped,
         "sizes": sizes(plan, file_nbytes=file_nbytes),
         "modules": modules_by_origin(plan),
         "kernels": kernels_by_origin(plan),
@@ -151,7 +152,7 @@ def _weight(weight: Weight) -> Json:
         "dtype": weight.dtype,
         "shape": list(weight.shape),
         "offset": weight.offset,
-        "nbytes": weight.data.nbytes,
+        "nbytes": weight.nbytes,
     }
 
 

@@ -10,11 +10,13 @@ from nimblec.inspect import certificate
 from nimblec.padding.fits import differences
 from nimblert import golden
 from nimblert.check import hazards
-from nimblert.check.verify import read_plan
+from nimblert.check.verify import check, read_plan
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.executable import load
 from nimblert.golden import Verdict
 from nimblert.plan import Plan, Program, Target
+from nimblert.plan.external import filled
+from nimblert.plan.signatures import Trust
 
 CPU_ROUNDING = 1e-4
 """ONNX Runtime chooses its kernels by the CPU's instruction set, so another CPU may round otherwise."""
@@ -37,13 +39,18 @@ class Check:
     sentences: tuple[str, ...]
 
 
-def verify(path: Path) -> Iterator[Check]:
+def verify(path: Path, trust: Trust | None = None, weights: Path | None = None) -> Iterator[Check]:
     """Check a plan file: first without running it, then by its golden record if this machine can run it.
 
-    Stops at a failure that makes later checks meaningless. Raises PlanError if the file cannot be read.
+    A plan that was stripped of its weights is run if ``weights`` names their file. Stops at a failure that makes later
+    checks meaningless. Raises PlanError if the file cannot be read, PlanSignatureError if no key of ``trust`` has
+    signed it, InputError for weights that are not its own.
     """
     try:
-        plan = read_plan(path)
+        plan = read_plan(path, trust=trust)
+        if weights is not None:
+            plan = filled(plan, weights, copy=trust is not None)
+            check(plan)
     except PlanInvalidError as exc:
         yield _passed("format", "decodes, undamaged")
         yield Check(name="rules", result=Result.FAILED, sentences=exc.problems)
@@ -51,12 +58,17 @@ def verify(path: Path) -> Iterator[Check]:
     except PlanFormatError as exc:
         yield Check(name="format", result=Result.FAILED, sentences=(str(exc),))
         return
+    if trust is not None:
+        yield _passed("signature", "a trusted key has signed the file")
     yield _passed("format", "decodes, undamaged")
     yield _passed("rules", "references, bounds and launch limits are in order")
     yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered, also between buffers that share memory")
     for program in plan.programs:
         yield _schedule(plan, program)
     yield _symbols(plan)
+    if plan.is_stripped:
+        yield Check(name="golden", result=Result.SKIPPED, sentences=("the plan is stripped: give --weights FILE",))
+        return
     for program in plan.programs:
         yield from _golden(plan, program)
     if any(program.profile for program in plan.programs):

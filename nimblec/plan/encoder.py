@@ -13,9 +13,9 @@ from flatbuffers.builder import Builder, BuilderSizeError
 
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Command, Plan, Target, schema
+from nimblert.plan import Command, Plan, Target, Weight, schema
 from nimblert.plan.files import replacing
-from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Field, Segment
+from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Compression, Field, Segment
 
 _MODEL_ALIGNMENT = 64
 """For ONNX models, which are small and many: with a page each, most of the file would be padding."""
@@ -120,10 +120,12 @@ def _place(plan: Plan, start: int) -> tuple[Segment, ...]:
     """Return the places of `_contents`, from byte ``start`` on.
 
     Cubins start on pages, ONNX models close together. The offset of a weight in the file equals that in its region
-    modulo the page size, so that adjacent weights keep their distance and one copy can upload them all.
+    modulo the page size, so that adjacent weights keep their distance and one copy can upload them all. Those in
+    another file take no place.
     """
     of_code = (0, _MODEL_ALIGNMENT if plan.target is Target.CPU else ALIGNMENT)
-    places = [of_code] * len(plan.modules) + [(w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
+    places = [of_code] * len(plan.modules)
+    places += [(0, 1) if w.sha256 else (w.offset, ALIGNMENT) for w in (*plan.weights, *plan.state)]
     placed = []
     for (residue, alignment), data in zip(places, _contents(plan), strict=True):
         offset = start + (residue - start) % alignment
@@ -216,6 +218,8 @@ def _value(record: Any, field: Field) -> Any:
     # The absence of an entry means the program's name.
     if field.name == "entry" and record.entry == record.name:
         return field.default
+    if field.name == "compression" and isinstance(record, Weight) and record.sha256:
+        return Compression.EXTERNAL
     return getattr(record, field.name, field.default)
 
 

@@ -1,6 +1,6 @@
 """Whole generations as entries of a plan: prefill for each length of prompts, and one loop that makes all tokens.
 
-The loop is torch.while_loop over the model's next token; key-value caches, the last tokens and their positions are
+The loop is torch's while_loop over the model's next token; key-value caches, the last tokens and their positions are
 state that the entries share.
 """
 
@@ -114,32 +114,37 @@ class _Generate(_Entry):
         What follows a sequence's end is the token that ends it, and what follows the last new token is 0.
         """
         shared, sampling, most = self.shared, self.sampling, self.most
-        held = dict(shared.model.named_buffers())
         kept = [getattr(shared, name) for name in self.kept]
+        held = {**dict(shared.model.named_parameters()), **dict(shared.model.named_buffers())}
+        caches = [held.pop(name) for name in shared.caches]
+        states = len(kept) + len(caches)
 
-        def goes_on(step: Tensor, _made: Tensor, token: Tensor, position: Tensor, *_rest: Tensor) -> Tensor:
-            going = (step < count) & (step < most) & (position.amax() < self.length)
+        def goes_on(step: Tensor, _made: Tensor, token: Tensor, position: Tensor, *rest: Tensor) -> Tensor:
+            going = (step < rest[states - 2]) & (step < most) & (position.amax() < self.length)
             return going if self.eos is None else going & (token != self.eos).any()
 
-        def make(step: Tensor, made: Tensor, token: Tensor, position: Tensor, *rest: Tensor) -> Any:
-            offsets, caches = rest[: len(kept) - 2], rest[len(kept) - 2 :]
-            given = {name: cache.clone() for name, cache in zip(shared.caches, caches, strict=True)}
+        def make(step: Tensor, made: Tensor, *rest: Tensor) -> Any:
+            token, position, *offsets = rest[: len(kept)]
+            written = [cache.clone() for cache in rest[len(kept) : states]]
+            _asked, seed, offset, *read = rest[states:]
+            given = dict(zip((*shared.caches, *held), (*written, *read), strict=True))
             logits = functional_call(shared.model, given, (token[:, None], position[:, None]))[:, -1]
-            following = sampling.choose(logits, shared.seed, offsets[0] if offsets else shared.offset)
+            following = sampling.choose(logits, seed, offsets[0] if offsets else offset)
             if self.eos is not None:
                 following = torch.where(token == self.eos, token, following)
             made = torch.index_copy(made, 1, step.reshape(1), following[:, None])
             drawn = [offset + sampling.advance(logits.shape) for offset in offsets]
-            return step + 1, made, following, position + 1, *drawn, *given.values()
+            return step + 1, made, following, position + 1, *drawn, *written
 
         first = (
             torch.zeros((), dtype=torch.int64, device=count.device),
             torch.zeros(len(shared.token), most, dtype=torch.int64, device=count.device),
-            *(tensor.clone() for tensor in kept),
-            *(held[name].clone() for name in shared.caches),
+            *(tensor.clone() for tensor in (*kept, *caches)),
         )
-        step, made, *last = torch.while_loop(goes_on, make, first)
-        for tensor, value in zip((*kept, *(held[name] for name in shared.caches)), last, strict=True):
+        # torch.while_loop would have Dynamo read the model's code, which may do what Dynamo refuses.
+        others = (count, shared.seed, shared.offset, *held.values())
+        step, made, *last = torch.ops.higher_order.while_loop(goes_on, make, first, others)
+        for tensor, value in zip((*kept, *caches), last, strict=True):
             tensor.copy_(value)
         return made, step
 

@@ -16,6 +16,7 @@ from nimblert.errors import (
     PlanError,
     PlanFormatError,
     PlanInvalidError,
+    PlanSignatureError,
 )
 from nimblert.executable import Executable, ExecutablePool, load, load_pool
 from nimblert.plan import Plan
@@ -41,6 +42,7 @@ __all__ = [
     "PlanError",
     "PlanFormatError",
     "PlanInvalidError",
+    "PlanSignatureError",
     "load",
     "load_pool",
     "observe",

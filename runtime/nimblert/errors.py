@@ -22,6 +22,10 @@ class PlanFormatError(PlanError):
     """The bytes are not a plan, or a damaged one."""
 
 
+class PlanSignatureError(PlanError):
+    """The bytes of a plan file are not signed by a trusted key."""
+
+
 class PlanInvalidError(PlanError):
     """The bytes decode to a plan that contradicts itself.
 

@@ -20,11 +20,13 @@ from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from os import PathLike
 
     from nimblert.calls.refitting import NewWeights, Refit
     from nimblert.cpu.streams import Threads
     from nimblert.cuda import driver
     from nimblert.plan.container import Source
+    from nimblert.plan.signatures import FileOrBytes, Trust
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ from nimblert.plan.records import is_integer
 if TYPE_CHECKING:
     from nimblert.calls.refitting import NewWeights
     from nimblert.plan.container import Source
+
 
 class Executable(Context):
     """A loaded plan: a context, and the weights and code that further contexts share.
@@ -184,6 +187,9 @@ def load(
     copy: bool = False,
     warm: bool = False,
     limits: Limits = DEFAULT_LIMITS,
+    trusted_keys: "Sequence[FileOrBytes] | None" = None,
+    signature: "FileOrBytes | None" = None,
+    weights: "str | PathLike[str] | None" = None,
 ) -> Executable:
     """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
 
@@ -201,28 +207,39 @@ def load(
     - ``warm``: load every program now, instead of each on its first call (`Context.warm`).
     - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
       for it.
+    - ``trusted_keys``: public Ed25519 keys in OpenSSH or PEM form, by path or as bytes. Unless one of them has signed
+      the file (`nimblec sign`), it is refused before anything of it is parsed. It is read into memory, as with
+      ``copy``. ``signature`` is the signature's file or bytes, by default the file PLAN.sig.
+    - ``weights``: for a plan of `nimblec compile --strip-weights`, the file that holds its weights. They are compared
+      with the digests in the plan, and used like those in a plan.
 
     Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
-    ``limits``; DeviceMismatchError where this machine cannot run it; CudaError where a call of CUDA fails, as for lack
-    of memory; and InputError for an invalid argument.
+    ``limits``, and its subclass PlanSignatureError for a file that no trusted key has signed; DeviceMismatchError where
+    this machine cannot run it; CudaError where a call of CUDA fails, as for lack of memory; and InputError for an
+    invalid argument.
     """
     make = partial(_executable, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
+    trust = _trust(trusted_keys, signature)
     if isinstance(plan, Plan):
-        return make(checked(plan, program, limits))
+        if trust is not None:
+            raise InputError("trusted_keys: the plan is a Plan, which was parsed before: give its file, or its bytes")
+        return make(checked(plan, program, limits, weights, copy=copy))
     from nimblert.plan import container
 
-    image, path = container.open_image(plan, copy=copy), container.name(plan)
+    image, path = container.open_image(plan, copy=copy, trust=trust), container.name(plan)
     decoded = container.decoded(image, path)
+    # With a signature, which covers the weights by their digests, later changes of their file must not matter either.
+    check = partial(checked, weights=weights, copy=copy or trust is not None)
     if decoded.target is Target.CPU:
         container.verify_digest(image, path)
-        return make(checked(decoded, program, limits))
+        return make(check(decoded, program, limits))
     # CPU plans load without this import.
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(3) as pool, ExitStack() as started:
         # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
         # A future in a variable would form a cycle with its error, and keep a refused file mapped.
-        tasks = partial(container.verify_digest, image, path), partial(checked, decoded, program, limits)
+        tasks = partial(container.verify_digest, image, path), partial(check, decoded, program, limits)
         checks: Iterator[Any] = pool.map(call, tasks)
         pool.submit(import_module, "nimblert.cuda.backend")  # `_loaded` needs it next
         try:
@@ -234,12 +251,34 @@ def load(
         return make(selected)
 
 
-def checked(plan: Plan, program: str | None, limits: Limits) -> Plan:
-    """Return the plan with the program to load, or all. Raises PlanInvalidError unless it is valid, InputError."""
+def _trust(trusted_keys: "Sequence[FileOrBytes] | None", signature: "FileOrBytes | None") -> "Trust | None":
+    if trusted_keys is None and signature is None:
+        return None
+    from nimblert.plan.signatures import Trust
+
+    return Trust(() if trusted_keys is None else trusted_keys, signature)
+
+
+def checked(
+    plan: Plan,
+    program: str | None,
+    limits: Limits,
+    weights: "str | PathLike[str] | None" = None,
+    *,
+    copy: bool = False,
+) -> Plan:
+    """Return the plan with the program to load, or all, and with its ``weights`` where it was stripped of them.
+
+    Raises PlanInvalidError unless it is valid, InputError.
+    """
     if not isinstance(limits, Limits):
         raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
     from nimblert.check import hazards, verify
 
+    if plan.is_stripped or weights is not None:
+        from nimblert.plan import external
+
+        plan = external.filled(plan, weights, copy=copy)
     verify.check(plan, limits)
     selected = _select(plan, program)
     for loaded in (*selected.programs, *selected.refits):

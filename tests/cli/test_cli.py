@@ -111,7 +111,7 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 
 # --- help and usage
 
-COMMANDS = ("compile", "build", "run", "bench", "inspect", "explain", "diff", "verify")
+COMMANDS = ("compile", "build", "run", "bench", "inspect", "explain", "diff", "verify", "sign", "doctor")
 
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
@@ -183,8 +183,11 @@ class Compiler(ModuleType):
         """Take the CPU, whatever is wanted."""
         return Target.CPU, f"asked for {choice}"
 
-    def compile_model(self, model: str, *, options: Options, output: Path, observer: Observer) -> SimpleNamespace:
+    def compile_model(
+        self, model: str, *, options: Options, output: Path, weights: Path | None, observer: Observer
+    ) -> SimpleNamespace:
         """Pretend two stages."""
+        assert weights is None
         self.asked.append((model, options))
         observer("capture", None)
         observer("capture", 1.234)

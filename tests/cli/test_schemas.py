@@ -39,6 +39,7 @@ def test_json_of_plan_made_here(nimblec: CommandLine, tmp_path: Path) -> None:
     check("diff", nimblec("diff", plan, tmp_path / "c.plan", "--json", "--fail-on", "interface").out)
     check("inspect", nimblec.prints("inspect", plan, "--json"))
     check("verify", nimblec.prints("verify", plan, "--json"))
+    check("doctor", nimblec.prints("doctor", "--json"))
     check("bench", nimblec.prints("bench", plan, "--json", "--duration", "0.1", "--warm-up", "0", "--profile"))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from command_line import CommandLine
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from subprocesses import ROOT, SOURCES
 
 PAGE = (ROOT / "docs" / "ci.md").read_text()
@@ -36,9 +38,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("ci")
     (folder / "nimblec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nimblec "$@"\n')
     (folder / "nimblec").chmod(0o755)
+    key = Ed25519PrivateKey.generate()
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()).decode().strip()
+    (folder / "release").write_text(f"{secret}\n")
+    (folder / "release.pub").write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
     (folder / "releases").mkdir()
-    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
-    return {**os.environ, **own, "RELEASES": str(folder / "releases"), "VERSION": "v1", "CI_COMMIT_SHA": "v2"}
+    return {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
+        "RELEASES": str(folder / "releases"),
+        "KEYS": str(folder),
+        "VERSION": "v1",
+        "CI_COMMIT_SHA": "v2",
+    }
 
 
 def run(scripts: list[str], folder: Path, environment: dict[str, str], build_file: str = blocks("toml")[0]) -> Any:
@@ -47,6 +60,7 @@ def run(scripts: list[str], folder: Path, environment: dict[str, str], build_fil
         (folder / name).mkdir(parents=True)
     for model in ("digits.onnx", "digits_batch.onnx"):
         shutil.copy(ROOT / "samples" / model, folder / "models")
+    shutil.copy(Path(environment["KEYS"]) / "release.pub", folder)
     (folder / "plans" / "plans.toml").write_text(build_file)
     for script in scripts:
         done = subprocess.run(
@@ -63,7 +77,10 @@ def run(scripts: list[str], folder: Path, environment: dict[str, str], build_fil
 
 def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> None:
     """The second recipe fetches what the first has published, and builds only what differs."""
-    built = run(github_scripts(), tmp_path / "github", environment)
+    secret = (Path(environment["KEYS"]) / "release").read_text().strip()
+    built = run(github_scripts(), tmp_path / "github", {**environment, "SIGNING_KEY": secret})
+    assert not (tmp_path / "github" / "signing.key").exists()
+    environment = {**environment, "SIGNING_KEY": f"{environment['KEYS']}/release"}
     assert [plan["state"] for plan in built] == ["built", "built"]
     fetched = run(gitlab_scripts(), tmp_path / "gitlab", environment)
     assert [plan["state"] for plan in fetched] == ["up to date", "up to date"]
@@ -72,7 +89,8 @@ def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> N
     with pytest.raises(AssertionError, match=r"failed: interface: \d+ changed"):
         run(gitlab_scripts(), tmp_path / "resized", {**environment, "CI_COMMIT_SHA": "v3"}, resized)
     assert latest.readlink() == Path("v2")
-    published = {"digits.plan", "digits.html", "one.plan", "one.html", "plans.lock"}
+    published = {f"{name}{suffix}" for name in ("digits", "one") for suffix in (".plan", ".plan.sig", ".html")}
+    published.add("plans.lock")
     assert {path.name for path in latest.iterdir()} == published
 
 

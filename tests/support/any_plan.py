@@ -59,7 +59,9 @@ tensors = st.builds(
     sample_range=st.none() | st.tuples(i64, i64),
     mask=st.booleans(),
 )
-weights = st.builds(Weight, name=text, dtype=text, shape=several(i64), offset=u64, data=data)
+weights = st.builds(
+    Weight, name=text, dtype=text, shape=several(i64), offset=u64, data=data, sha256=st.binary(max_size=32)
+)
 parameters = st.builds(
     Parameter, offset=u32, nbytes=u32, kind=st.sampled_from(ParameterKind), name=text, dtype=text, shape=several(i64)
 )

@@ -15,6 +15,7 @@ from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.entries import Take, checked_array
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Program, Region, Tensor
+from nimblert.plan.external import DTYPES
 
 NewWeights: TypeAlias = Mapping[str, Any] | str | PathLike[str]
 """Arrays by the name of a weight, or the path of a safetensors file."""
@@ -91,16 +92,6 @@ def _unknown(name: object, known: list[str]) -> str:
     )
 
 
-_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    **{f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-}
-"""The dtypes that both safetensors files and plans have, by their names in the files."""
-
-
 class Arrays(Mapping[str, np.ndarray]):
     """The arrays in an open safetensors file by name; each is read, into new memory, when it is asked for."""
 
@@ -128,10 +119,10 @@ class Arrays(Mapping[str, np.ndarray]):
             raise KeyError(key)
         described = self._file.get_slice(key)
         dtype = described.get_dtype()
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise InputError(f"{self._name}: {key!r} has dtype {dtype}, which no plan has: convert it")
         try:
-            return np.broadcast_to(np.zeros((), numpy_dtype(_DTYPES[dtype])), described.get_shape())
+            return np.broadcast_to(np.zeros((), numpy_dtype(DTYPES[dtype])), described.get_shape())
         except ValueError as exc:
             raise InputError(f"{self._name}: {key!r} has a shape that no array has: {exc}") from exc
 

@@ -5,11 +5,10 @@ from math import prod
 from typing import TypeAlias
 
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Plan, Pointer, Program, Region, Target, Wait
-from nimblert.plan.records import Limits
+from nimblert.plan.records import MAX_RANK, Limits
 
 MAX_NBYTES = 1 << 48
 """Every region is smaller than this: the address space of a process."""
-MAX_RANK = 64
 
 Sizes: TypeAlias = Mapping[tuple[Region, int], int]
 """Bytes of each region by (region, index)."""
@@ -44,11 +43,6 @@ def array_problems(dtype: str, shape: Sequence[int], limit: int) -> Iterator[str
         yield f"shape: {shape} has a negative dimension"
     elif (nbytes := prod(filter(None, shape)) * ITEM_NBYTES[dtype]) > limit:
         yield f"shape: {shape} is {nbytes} bytes, the limit is {limit}"
-
-
-def dense_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a contiguous tensor; 0 for an unknown dtype or too many dimensions."""
-    return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
 
 
 def extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> Iterator[str]:

@@ -7,12 +7,12 @@ and writes. The accesses that the plan declares must be the same.
 from collections.abc import Collection, Iterator, Sequence
 
 from nimblert.check import onnx_operators, onnx_rules
-from nimblert.check.bounds import Sizes, array_problems, dense_nbytes, extent_problems, under
+from nimblert.check.bounds import Sizes, array_problems, extent_problems, under
 from nimblert.check.onnx_model import Node, read_model
 from nimblert.check.protobuf import Budget
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Access, Kernel, Launch, Module, Parameter, ParameterKind, Plan, Region
-from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits, dense_nbytes
 
 Place = tuple[Region, int, int, int]
 """Bytes of a region: region, index, offset, bytes."""

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from nimblert.check import division, onnx_operators, onnx_trust
-from nimblert.check.bounds import MAX_RANK, array_problems, dense_nbytes, under
+from nimblert.check.bounds import array_problems, under
 from nimblert.check.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
 from nimblert.check.onnx_operators import Formal
 from nimblert.check.onnx_trust import Call
 from nimblert.check.protobuf import Budget
 from nimblert.errors import PlanFormatError
 from nimblert.plan import ITEM_NBYTES, Kernel, Module, Parameter, ParameterKind
-from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, MAX_RANK, Limits, dense_nbytes
 
 EXTERNAL_FILE = "weights"
 """The file named by an initializer that a parameter binds. It is always empty: ONNX Runtime uses the memory given for

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from nimblert.arrays import layouts
-from nimblert.check.bounds import MAX_RANK, under
+from nimblert.check.bounds import under
 from nimblert.plan import (
     ITEM_NBYTES,
     Access,
@@ -28,6 +28,7 @@ from nimblert.plan import (
 )
 from nimblert.plan.dimensions import Axes, Shapes, profile_text, shapes_of
 from nimblert.plan.pieces import bodies_of, reads, writes
+from nimblert.plan.records import MAX_RANK
 
 _Signature: TypeAlias = tuple[object, ...]
 """The properties that all programs of an entry share."""
@@ -273,7 +274,7 @@ def _state_tensor(state: Sequence[Weight], access: Access) -> Weight | None:
     if index < 0:
         return None
     tensor = state[index]
-    return tensor if start + access.nbytes <= tensor.offset + tensor.data.nbytes else None
+    return tensor if start + access.nbytes <= tensor.offset + tensor.nbytes else None
 
 
 def keeps_state(plan: Plan) -> bool:
@@ -307,7 +308,7 @@ def refit_problems(plan: Plan) -> Iterator[str]:
     of it. Of the weights, a refit reads only those given to it and those that none replaces. So no refit depends on
     another, and their order does not matter.
     """
-    owners = _Owners(at={weight.offset: i for i, weight in enumerate(plan.weights) if weight.data.nbytes})
+    owners = _Owners(at={weight.offset: i for i, weight in enumerate(plan.weights) if weight.nbytes})
     for i, refit in enumerate(plan.refits):
         yield from under(f"refits[{i}]", _record_problems(refit))
         for j, tensor in enumerate(refit.inputs):
@@ -355,7 +356,7 @@ def _input_problems(index: int, tensor: Tensor, plan: Plan, owners: _Owners) -> 
 
 
 def _holds(weight: Weight, tensor: Tensor) -> bool:
-    return (weight.dtype, weight.data.nbytes) == (tensor.dtype, tensor.span_nbytes)
+    return (weight.dtype, weight.nbytes) == (tensor.dtype, tensor.span_nbytes)
 
 
 _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
@@ -364,7 +365,7 @@ _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"
 def _whole(access: Access, plan: Plan, owners: _Owners) -> int | None:
     """Return the index of the weight that has exactly these bytes, or None."""
     weight = owners.at.get(access.pointer.offset)
-    return weight if weight is not None and plan.weights[weight].data.nbytes == access.nbytes else None
+    return weight if weight is not None and plan.weights[weight].nbytes == access.nbytes else None
 
 
 def _write_problems(index: int, access: Access, plan: Plan, owners: _Owners) -> Iterator[str]:

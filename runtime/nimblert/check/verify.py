@@ -14,7 +14,7 @@ import numpy as np
 
 from nimblert.arrays.layouts import is_dense
 from nimblert.check import bounds, program_rules
-from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, dense_nbytes, extent_problems, region_sizes, under
+from nimblert.check.bounds import MAX_NBYTES, Sizes, array_problems, extent_problems, region_sizes, under
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Candidate,
@@ -41,10 +41,11 @@ from nimblert.plan import (
     Work,
 )
 from nimblert.plan.pieces import SIZE_NBYTES
-from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits, dense_nbytes
 
 if TYPE_CHECKING:
     from nimblert.check.cpu_rules import Nodes
+    from nimblert.plan.signatures import Trust
 import copyreg
 from collections.abc import Callable
 
@@ -54,6 +55,8 @@ from nimblert.plan.container import Source
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
 MAX_POLICY_LENGTH = 64
+
+_SHA256_NBYTES = 32
 
 _MOST_SENTENCES = 1 << 16
 """A plan may break each rule a million times."""
@@ -146,11 +149,14 @@ def _weights_problems(path: str, weights: Sequence[Weight], region_nbytes: int, 
     for i, weight in enumerate(weights):
         yield from under(f"{path}[{i}]", array_problems(weight.dtype, weight.shape, limits.tensor_nbytes))
         nbytes = dense_nbytes(weight.dtype, weight.shape)
-        if weight.data.nbytes != nbytes or not weight.data.c_contiguous:
+        if weight.sha256:
+            if len(weight.sha256) != _SHA256_NBYTES or weight.data.nbytes:
+                yield f"{path}[{i}].sha256: {len(weight.sha256)} bytes, expected 32, and no data beside it"
+        elif weight.data.nbytes != nbytes or not weight.data.c_contiguous:
             yield f"{path}[{i}].data: {weight.data.nbytes} bytes, expected {nbytes}, contiguous"
         if weight.offset < end:
             yield f"{path}[{i}].offset: {weight.offset} lies in the tensor before it, which ends at {end}"
-        end = max(end, weight.offset + weight.data.nbytes)
+        end = max(end, weight.offset + weight.nbytes)
         if end > region_nbytes:
             yield f"{path}[{i}]: ends at {end}, outside the region ({region_nbytes} bytes)"
 
@@ -398,15 +404,21 @@ def _policy_problems(policy: str) -> Iterator[str]:
 
 
 def read_plan(
-    source: Source, *, check_digest: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
+    source: Source,
+    *,
+    check_digest: bool = True,
+    copy: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+    trust: "Trust | None" = None,
 ) -> Plan:
-    """Return the plan in a file, or in the bytes of one, checked against ``limits``; see `open_image` for ``copy``.
+    """Return the plan in a file, or in the bytes of one, checked against ``limits``.
 
-    Raises PlanError where there is no such file; PlanFormatError where it is not a plan, truncated, altered (noticed
-    only with ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where
-    ``source`` is neither a path nor bytes.
+    See `open_image` for ``copy`` and ``trust``. Raises PlanError where there is no such file; PlanSignatureError where
+    no trusted key has signed it; PlanFormatError where it is not a plan, truncated, altered (noticed only with
+    ``check_digest``) or damaged; PlanInvalidError where the plan contradicts itself; and InputError where ``source`` is
+    neither a path nor bytes.
     """
-    image = container.open_image(source, copy=copy)
+    image = container.open_image(source, copy=copy, trust=trust)
     if check_digest:
         container.verify_digest(image, container.name(source))
     return parse_plan(image, container.name(source), limits)

@@ -6,12 +6,15 @@ import os
 import stat
 import weakref
 from io import BufferedReader
-from typing import BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from nimblert.errors import InputError, PlanError, PlanFormatError
 from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
+
+if TYPE_CHECKING:
+    from nimblert.plan.signatures import Trust
 
 Source: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview
 """A plan file, by its path or by its bytes."""
@@ -37,24 +40,30 @@ def name(source: Source) -> str:
     return "plan" if isinstance(source, bytes | bytearray | memoryview) else os.fsdecode(source)
 
 
-def open_image(source: Source, *, copy: bool = False) -> memoryview:
+def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = None) -> memoryview:
     """Return the bytes of a plan file, read-only, after a check of its identifier and length.
 
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
     truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
     safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
-    copied.
+    copied. So are all bytes where ``trust`` names keys, of which one must have signed them: those that are verified are
+    those that are then parsed and run.
     """
+    copy = copy or trust is not None
     if isinstance(source, bytes | bytearray | memoryview):
         view = memoryview(source)
         image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
     elif isinstance(source, str | os.PathLike):
-        image = _open_file(source, copy=copy)
+        image = read_file(source, "a plan file", copy=copy)
     else:
         raise InputError(
             f"plan: got {type(source).__name__}, expected the path of a plan file, its bytes, or a Plan"
             f" (nimblec.compile makes one of a model)"
         )
+    if trust is not None:
+        from nimblert.plan import signatures  # most plans are loaded without
+
+        signatures.verify(image, name(source) if isinstance(source, str | os.PathLike) else None, trust)
     check_frame(image, name(source))
     return image
 
@@ -86,10 +95,14 @@ def _mapped(file: BinaryIO, nbytes: int) -> Mapped:
     return found or _mapped_files.setdefault(key, Mapped(file.fileno(), nbytes, access=mmap.ACCESS_READ))
 
 
-def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
+def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryview:
+    """Return the bytes of a file, mapped, or read with ``copy``; ``what`` it should be is for messages.
+
+    Raises PlanError where there is no such regular file, or an empty one.
+    """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
-            nbytes = _file_nbytes(file, path)
+            nbytes = _file_nbytes(file, path, what)
             if not copy:
                 return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
@@ -99,7 +112,7 @@ def _open_file(path: str | os.PathLike[str], *, copy: bool) -> memoryview:
     except FileNotFoundError as exc:
         raise PlanError(f"{name(path)}: no such file") from exc
     except IsADirectoryError as exc:
-        raise PlanError(f"{name(path)}: is a directory, expected a plan file") from exc
+        raise PlanError(f"{name(path)}: is a directory, expected {what}") from exc
     except OSError as exc:
         raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a null character in the path, more than can be mapped
@@ -111,12 +124,12 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str]) -> int:
+def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str], what: str) -> int:
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
-        raise PlanError(f"{name(path)}: is not a regular file, expected a plan file")
+        raise PlanError(f"{name(path)}: is not a regular file, expected {what}")
     if status.st_size == 0:
-        raise PlanFormatError(f"{name(path)}: is empty, expected a plan file")
+        raise PlanFormatError(f"{name(path)}: is empty, expected {what}")
     return status.st_size
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Access, Plan, Pointer, Region, Relocation, schema
-from nimblert.plan.schema import TABLES, Segment, Table
+from nimblert.plan.schema import TABLES, Compression, Segment, Table
 
 _U16 = Struct("<H")
 _U32 = Struct("<I")
@@ -215,7 +215,9 @@ class _Decoder:
             buffer.claim(position, nbytes)
             values = defaults | {name: reader(position + place) for name, place, reader in present}
             for other in apart:
-                del values[other]
+                is_external = values.pop(other) is Compression.EXTERNAL
+                if other == "compression" and is_external != bool(values.get("sha256")):
+                    raise PlanFormatError(f"flatbuffer: {name} at byte {position} has no data, or no digest of it")
             return tuple(values.values()) if record is tuple else record(**values)
 
         return read

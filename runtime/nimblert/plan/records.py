@@ -214,6 +214,14 @@ ITEM_NBYTES = {
 }
 """Every dtype a plan may name, by numpy's (and ml_dtypes') name, with its bytes per element."""
 
+MAX_RANK = 64
+"""The most dimensions of a tensor."""
+
+
+def dense_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a contiguous tensor; 0 for an unknown dtype or too many dimensions."""
+    return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
@@ -306,16 +314,25 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A tensor of the WEIGHTS or STATE region with its (initial) contents."""
+    """A tensor of the WEIGHTS or STATE region with its (initial) contents.
+
+    A stripped plan has their ``sha256`` instead of ``data``, which `nimblert.plan.external` reads from another file.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     data: memoryview
+    sha256: bytes = b""
 
     def __repr__(self) -> str:
-        return f"Weight({_brief(self)}, {self.data.nbytes:,} bytes at {self.offset:,})"
+        return f"Weight({_brief(self)}, {self.nbytes:,} bytes at {self.offset:,})"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the contents, wherever they are."""
+        return dense_nbytes(self.dtype, self.shape) if self.sha256 else self.data.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,6 +527,11 @@ class Plan:
             if program.role is Role.ENTRY:
                 found[program.entry] = (*found.get(program.entry, ()), program)
         return found
+
+    @property
+    def is_stripped(self) -> bool:
+        """Whether the contents of weights or state are in another file."""
+        return any(tensor.sha256 for tensor in (*self.weights, *self.state))
 
     @property
     def arena_nbytes(self) -> int:

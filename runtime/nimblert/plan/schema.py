@@ -16,7 +16,7 @@ IDENTIFIER = b"NPLN"
 
 MAJOR = 2
 """The major version that is written. Version 1, which 2 extends, is read too; see schema/README.md."""
-MINOR = 2
+MINOR = 3
 """The minor version that is written; fields of newer ones are ignored."""
 OLDEST_MAJOR = 1
 """The oldest major version that is read."""
@@ -49,13 +49,14 @@ NUMBERS = {
 
 
 class Compression(IntEnum):
-    """How the bytes of a segment are stored."""
+    """How the bytes of a segment are stored: as they are used, or in another file."""
 
     NONE = 0
+    EXTERNAL = 1
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise PlanFormatError(f"segment of compression {value}: this nimblert knows none")
+        raise PlanFormatError(f"segment of compression {value}: this nimblert does not know it")
 
 
 ENUMS: dict[str, type[IntEnum]] = {
@@ -150,6 +151,7 @@ TABLES = {
         Field("offset", "ulong", 0),
         Field("data", "Segment", REQUIRED),
         Field("compression", "Compression", Compression.NONE, (2, 0)),
+        Field("sha256", "[ubyte]", b"", (2, 3)),
     )),
     "Tensor": Table(plan.Tensor, (
         Field("name", "string", ""),
