@@ -278,7 +278,7 @@ def generate(
 
     ``temperature`` 0 takes the most likely token. Otherwise tokens are drawn, from the ``top_k`` most likely (0: all)
     and of these the fewest with ``top_p`` of the probability, by Philox from the state "shared.seed" and
-    "shared.offset". CPU target.
+    "shared.offset".
 
     Raises ArgumentError for an argument out of range, TraceError if torch.export refuses the model.
     """

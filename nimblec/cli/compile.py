@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     default=DEFAULT_TRIP_LIMIT,
     show_default=True,
     metavar="N",
-    help="CPU target. The most trips of a loop whose number of trips the model leaves open; a call that needs more "
+    help="The most trips of a loop whose number of trips the model leaves open; a call that needs more "
     "fails.",
 )
 @click.option(
