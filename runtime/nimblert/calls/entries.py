@@ -105,7 +105,8 @@ class Entries(dict[str | None, Signature]):
 
     def __missing__(self, name: str | None) -> Signature:
         if name is None:
-            raise InputError(f"no entry is named, the plan has {list(self.names)}: name one, as in entry({self.names[0]!r})")
+            example = f"entry({self.names[0]!r})"
+            raise InputError(f"no entry is named, the plan has {list(self.names)}: name one, as in {example}")
         raise InputError(f"entry {name!r}: not found, the plan has {list(self.names)}")
 
 
