@@ -30,8 +30,8 @@ PIPE_WIDTH = 160
 class SafeConsole(Console):
     """A console that escapes control codes in text, so that only its own reach the terminal."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
+    def __init__(self, *, stderr: bool = False, record: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False, record=record)
         if not self.is_terminal:
             self.width = PIPE_WIDTH
 
