@@ -71,11 +71,10 @@ def optimize_agreeing(
 ) -> Agreed[T]:
     """Optimise a model with all rewrites of ONNX Runtime that leave its results, and build something of it.
 
-    Where the optimised model is refused, crashes or computes something else, the rewrites at fault are found by
-    leaving them out; those of another program of the same model are a first guess (``without``). ``approximate`` lets
-    products with quantised weights round their activations to 8 bits. ``max_error`` is a limit of `Agreed.error`.
-
-    Raises CompileError where the model does not run without its optimiser, or where that is not why ``build`` fails.
+    Rewrites at fault are found by leaving them out; ``without`` is a first guess, from another program of the model.
+    ``approximate`` lets products with quantised weights round their activations to 8 bits. ``max_error`` limits
+    `Agreed.error`. Raises CompileError where the model does not run without its optimiser, or where ``build`` fails for
+    another reason.
     """
     try:
         model, runs = run_reference(model)

@@ -1,11 +1,8 @@
 """ONNX Runtime's own optimiser, run ahead of time: fusions, folded constants, blocked convolutions.
 
-The level is that of a plain `InferenceSession(model)`, less the rewrites that `nimblec.cpu.agreement` leaves out. Its
-last step lays convolutions out in blocks (NCHWc) of this machine's vector width and reorders their weights; the runtime
-refuses them on a machine with other blocks.
-
-ONNX Runtime folds constants before it inlines the functions of operators without a kernel (CenterCropPad,
-GroupNormalization). A second run folds the shape arithmetic that these bring in.
+The level is that of a plain `InferenceSession(model)`, less the rewrites that `nimblec.cpu.agreement` leaves out. It
+lays convolutions out in blocks (NCHWc) of this machine's vector width, which the runtime refuses on a machine with
+other blocks. A second run folds the shape arithmetic of functions that the first inlined after it had folded.
 """
 
 import re

@@ -41,7 +41,6 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) 
     """
     count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[n::count]) for n in range(count)]
-    # The stack closes the workers' pipes, and waits for the workers.
     with ExitStack() as stack:
         workers = [stack.enter_context(_start(share, gpu)) for share in shares if share]
         problems = [worker.stderr.read() for worker in workers if worker.stderr]

@@ -1,10 +1,8 @@
 """Open a ``.pt2`` file (torch.export.save) without running anything in it before it is known to be a model.
 
-`torch.export.load` evaluates the sizes in the file as Python (through sympy), imports what its types name,
-and unpickles the sample inputs where the safe reader refuses them. So each of these is checked before torch
-sees it, through torch's own reader: a size is an expression of integers and symbols, and what is pickled
-holds tensors and plain values. (That a call is an operator, torch checks itself.) What is left is the model,
-which runs with the user's rights like any other code.
+`torch.export.load` evaluates sizes as Python (through sympy), imports what types name, and may unpickle sample inputs.
+So sizes must be expressions of integers and symbols, and pickles hold only tensors and plain values, before torch reads
+them; that a call is an operator, torch checks itself. The model then runs with the user's rights.
 """
 
 import io

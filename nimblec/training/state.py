@@ -171,7 +171,6 @@ def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     found = {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
     if found.keys() >= {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
         return found
-    # The trial gets parameters of its own.
     trial = copy.deepcopy(optimizer)
     pairs = [
         (parameter, other)

@@ -1,10 +1,8 @@
 """Collect the machine code that the driver loads, through CUPTI's callbacks.
 
-CUPTI hands the final cubin of every module to a resource callback; driver API callbacks around it
-tell which CUmodule or CUlibrary that cubin became. A process can have one subscription, made before
-anything initialises CUDA: so captures run in a worker process of their own.
-Source: CUPTI documentation, "Callback API"; structures from cupti_callbacks.h and
-generated_cuda_meta.h of CUDA 13.
+CUPTI hands the final cubin of every module to a resource callback; driver callbacks around it tell which CUmodule or
+CUlibrary that cubin became. A process has one subscription, made before CUDA is initialised, so captures run in a
+worker process. Source: CUPTI documentation, "Callback API"; cupti_callbacks.h and generated_cuda_meta.h of CUDA 13.
 """
 
 import ctypes

@@ -3,11 +3,9 @@
 # ruff: noqa: C901, PLR0912, PLR0915, SIM108 - one kernel; branches are taken while it is compiled
 """The Triton kernel of attention for short sequences: softmax(queries keys^T scale + mask) values.
 
-A block computes some queries of one head and walks over the keys with a running maximum and sum
-(Dao et al., FlashAttention, 2022); where one step takes all keys it is a plain softmax. Queries, keys
-and values are read through any strides, so that the result of one product that computes all three is
-read where it lies. Float32 is multiplied in three products, as `nimblec.kernels.products.gemm_template` says.
-All it reads may come from the kernel before it, so it waits first (`nimblec.kernels.device`).
+A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
+FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides. All
+that a block reads may come from the kernel before, so it waits first (`nimblec.kernels.device`).
 """
 
 import triton

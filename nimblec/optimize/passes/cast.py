@@ -1,11 +1,9 @@
 """Compute a float32 model in half precision; its inputs and outputs keep their dtypes.
 
-Which call runs in which precision follows torch.autocast (`nimblec.optimize.passes.autocast`). Calls on none of
-its lists run in half precision where their arguments are in it. A result of the float32 list stays
-in float32 through the calls after it (a hand-written softmax or RMSNorm) until a matrix product, a
-bounded function, or a call that joins it with half precision: that call still computes in float32,
-and its result is rounded. The same holds for what the model's author cast to float32, for numbers
-made of integers, for squares that are summed and for what is rounded to whole numbers.
+Calls run in the precision that torch.autocast gives them (`nimblec.optimize.passes.autocast`); calls on none of its
+lists follow their arguments. A result of the float32 list stays in float32 until a matrix product, a bounded function,
+or a call that joins it with half precision, which computes in float32 and rounds. So do the author's own casts to
+float32, numbers made of integers, squares that are summed, and what is rounded to whole numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -145,7 +143,6 @@ class _Values:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
         if is_widened(node, dtype):
-            # The argument is the value before the cast.
             return argument(node, 0)
         # The argument of an expansion has fewer elements to cast.
         if is_call(node, aten.expand.default):
