@@ -76,7 +76,7 @@ class _Attention(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries, keys and values (batch, heads, tokens, size)."""
+        """Attend twice; queries, keys and values are (batch, heads, tokens, size)."""
         for _ in range(2):
             q = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return q

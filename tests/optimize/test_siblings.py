@@ -99,7 +99,7 @@ def _read_elsewhere_too(x: Tensor) -> Tensor:
 
 
 def _also_their_residuals(x: Tensor) -> Tensor:
-    """Joined, the residuals would be parts of larger images, which our kernels do not add."""
+    """Add residuals, which if joined were parts of larger images: our kernels do not add those."""
     first, second = torch.relu(_conv(x, 8)), torch.relu(_conv(x, 8, seed=4))
     return torch.relu(_conv(first, 8) + first) + torch.relu(_conv(second, 8) + second)
 

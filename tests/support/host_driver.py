@@ -328,7 +328,7 @@ class HostDriver:
 
     @staticmethod
     def CUgraphNodeParams() -> SimpleNamespace:
-        """The parameters of a node, of which only conditional ones can be added."""
+        """Return the parameters of a node; only conditional nodes can be added."""
         return SimpleNamespace(conditional=SimpleNamespace())
 
     def _cuGraphConditionalHandleCreate(self, graph: _Graph, context: Any, value: int, flags: int) -> int:

@@ -62,7 +62,7 @@ def differences(exe: nimblert.Executable, eager: Eager) -> dict[str, object]:
 
 
 def compare(exe: nimblert.Executable, eager: Eager, seeds: range) -> None:
-    """Steps of both, bit by bit, and how far the generator is after each."""
+    """Compare steps of both, bit by bit, and how far the generator is after each."""
     for seed in seeds:
         before = {key: int(exe.state[f"generator.{key}"]) for key in ("seed", "offset")}
         start = torch.cuda.get_rng_state().numpy().view(np.int64).tolist()
