@@ -5,6 +5,7 @@ from collections.abc import Collection
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from nimblec.base.errors import UnsupportedModelError
@@ -103,6 +104,14 @@ def test_an_int_beside_a_stale_half_pointer_is_no_pointer(relocator: Relocator) 
     found = relocator.relocate(_pack(42 | stale[0] << 32), _pack(42 | stale[1] << 32))
     assert found.targets == ()
     assert found.params[:4] == (42).to_bytes(4, "little")
+
+
+def test_an_address_of_this_process_is_stale(relocator: Relocator) -> None:
+    heap = np.zeros(1 << 20, np.uint8)
+    on_heap = heap.ctypes.data
+    words = _pack(on_heap, 3 << 32 | 5, FIRST[0])
+    found = relocator.relocate(words, _pack(on_heap, 3 << 32 | 5, SECOND[0]))
+    assert found.params == _pack(0, 3 << 32 | 5, 0)
 
 
 def test_the_tail_of_odd_parameters_is_kept(relocator: Relocator) -> None:
