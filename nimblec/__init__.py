@@ -159,7 +159,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``reproducible``: no measured time decides or is stored, so that builds do not depend on the load of the
       machine; ``timing_cache`` is not used. Level 2 is refused.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
-      plans of model files (None: keep no plan).
+      plans of model files (None: keep no plan). Without a home folder there are none by default.
 
     The notes that the command line prints (arguments that became constants, outputs that are None, measured
     errors) go to the logger "nimblec" at level WARNING.
@@ -190,7 +190,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         plan_cache=plan_cache,
         **unknown,
     )
-    from nimblec.compiler import compile_model  # brings in the frameworks
+    from nimblec.compiler import compile_model
 
     made = compile_model(
         model, example_inputs, kwargs, options=options, observer=_unobserved, dynamic_shapes=dynamic_shapes
@@ -244,7 +244,7 @@ def training_step(
     code reads values of tensors, or the model has a generator of its own), UnsupportedModelError if the graph does
     not compute what the optimizer does, or if a kernel draws random numbers itself.
     """
-    from nimblec.training.entries import entries  # brings in torch
+    from nimblec.training.entries import entries
 
     return entries(
         model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast
@@ -278,11 +278,11 @@ def generate(
 
     ``temperature`` 0 takes the most likely token. Otherwise tokens are drawn, from the ``top_k`` most likely (0: all)
     and of these the fewest with ``top_p`` of the probability, by Philox from the state "shared.seed" and
-    "shared.offset". CPU target.
+    "shared.offset".
 
     Raises ArgumentError for an argument out of range, TraceError if torch.export refuses the model.
     """
-    from nimblec.pytorch.generation import Sampling, entries  # brings in torch
+    from nimblec.pytorch.generation import Sampling, entries
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     return entries(
@@ -303,7 +303,7 @@ def load_state(
     lacks tensors, and, with a ``scaler``, one without a scale; nothing is changed then. The state of a plan leaves out
     tensors of the model that no call writes: these stay as they are.
     """
-    from nimblec.training.load import load_state as load  # brings in torch
+    from nimblec.training.load import load_state as load
 
     load(model, state, optimizer, scaler)
 

@@ -89,7 +89,8 @@ def compile_model(
             encoder.write(read_plan(written), written, compress_weights=True)
         if output is not None:
             written.replace(destination(output))
-        plan = read_plan(output or written)  # the mapping outlives the temporary file
+        # The mapping outlives the temporary file.
+        plan = read_plan(output or written)
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
@@ -124,7 +125,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.pytorch.handover import hand_over  # brings in torch
+            from nimblec.pytorch.handover import hand_over
 
             with stage(observer, "export"):
                 source, options, notes = hand_over(source, options, output.parent)
@@ -133,14 +134,15 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
     with own_process():
         # Imports onnx while the lean process starts.
-        from nimblec.cpu.compile import compile_cpu
+        with stage(observer, "import"):
+            from nimblec.cpu.compile import compile_cpu
 
         return compile_cpu(source, options, output, observer)
 
 
 @contextmanager
 def _folder(output: Path | None) -> Iterator[Path]:
-    """A folder to build the file in, beside its final place, so that renaming it is atomic."""
+    """Yield a folder to build the file in, beside its final place, so that renaming it is atomic."""
     parent = destination(output).parent if output else None
     with ExitStack() as stack:
         try:

@@ -6,6 +6,10 @@ named package.module:callable is imported from the current folder all the same: 
 
 import os
 import sys
+import time
+
+IMPORTED_S = time.perf_counter()
+"""The earliest that nimblec knows of the process; Python itself has started some 20 ms before."""
 
 _ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]  # noqa: PTH100 - pathlib is not loaded yet
 
@@ -15,5 +19,6 @@ def _is_the_program() -> bool:
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "nimblec"
 
 
-if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:  # if nimblec is there, it is needed
+# A folder that holds nimblec itself stays on the path.
+if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:
     del sys.path[0]

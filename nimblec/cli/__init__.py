@@ -10,6 +10,7 @@ import click
 
 import nimblec
 from nimblec.cli.bench import bench_plan
+from nimblec.cli.build import build_plans
 from nimblec.cli.check_device import check_device
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
@@ -45,8 +46,8 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 1 where `check-device` or `diff` finds something; 2 on an error, which is one
-    sentence on standard error; 130 after Ctrl-C.
+    Exit status: 0 on success; 1 where `check-device` or `diff` finds something, or `build` a plan that is out of date
+    or over its budget; 2 on an error, which is one sentence on standard error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())
@@ -54,6 +55,7 @@ def cli(ctx: click.Context) -> None:
 
 for command in (
     compile_model,
+    build_plans,
     run_plan,
     bench_plan,
     inspect_plan,
@@ -88,6 +90,7 @@ def main(args: Sequence[str] | None = None) -> None:
         status = INTERRUPTED
     except ReaderGoneError:
         if obj:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+            # Python writes to stdout once more as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     sys.exit(status)

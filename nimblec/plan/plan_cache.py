@@ -80,8 +80,9 @@ def compile_once(
     problem = cache.problem()
     if problem:
         return (*compiler(source, options, output, observer), problem)
-    with stage(observer, "read the plan cache"):
+    with stage(observer, "find the plan's key"):
         key = find_key(source, target, options)
+    with stage(observer, "read the plan cache"):
         record, problem = cache.copy(key.digest, output) if key else (None, None)
     if record:
         said = f"taken from the plan cache; its compilation took {record.seconds:.1f} s"
@@ -115,7 +116,7 @@ class PlanCache:
         self._limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
 
     def problem(self) -> str | None:
-        """Why the folder cannot be used; None if it can."""
+        """Explain why the folder cannot be used; return None if it can."""
         try:
             ownership.make_folder(self._folder)
             found = ownership.problem(self._folder)

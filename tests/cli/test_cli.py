@@ -83,7 +83,7 @@ def test_a_damaged_array_is_an_input_error(tmp_path: Path, content: bytes) -> No
 
 
 def npy(header: str) -> bytes:
-    """A version 2.0 file of this header, and no data."""
+    """Return a version 2.0 file of this header, and no data."""
     return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode()
 
 
@@ -111,16 +111,19 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 
 # --- help and usage
 
-COMMANDS = ("compile", "run", "bench", "inspect", "explain", "diff", "verify")
+COMMANDS = ("compile", "build", "run", "bench", "inspect", "explain", "diff", "verify", "sign", "merge")
+COMMANDS += ("check-device", "doctor")
 
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
     out = nimblec.prints(*args)
     assert all(f"\n  {command} " in out for command in COMMANDS)
-    found = "1 where `check-device` or `diff` finds something"
-    statuses = f"0 on success; {found}; 2 on an error, which is one sentence on standard error"
-    assert f"Exit status: {statuses}; {INTERRUPTED} after Ctrl-C." in " ".join(out.split())
+    statuses = (
+        "0 on success; 1 where `check-device` or `diff` finds something, or `build` a plan that is out of date or over "
+        f"its budget; 2 on an error, which is one sentence on standard error; {INTERRUPTED} after Ctrl-C."
+    )
+    assert f"Exit status: {statuses}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

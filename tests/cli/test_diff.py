@@ -32,12 +32,12 @@ def write(tmp_path: Path) -> Write:
 
 
 def cuda(**fields: object) -> Plan:
-    """`cuda_plan` with other fields in its program."""
+    """Return `cuda_plan` with other fields in its program."""
     return replace(cuda_plan(), programs=(replace(cuda_plan().programs[0], **fields),))
 
 
 def slower(factor: float) -> Plan:
-    """`cuda_plan`, whose run took longer."""
+    """Return `cuda_plan` with a run that took longer."""
     record = cuda_plan().programs[0].schedule
     assert record is not None
     first, kept = record.candidates
@@ -47,7 +47,7 @@ def slower(factor: float) -> Plan:
 
 
 def golden(value: float, tolerance: float) -> Plan:
-    """`cuda_plan` with another first value of its recorded output."""
+    """Return `cuda_plan` with another first value of its recorded output."""
     recorded = cuda_plan().programs[0].golden
     assert recorded is not None
     output = GoldenOutput(sha256=bytes(32), samples=(value, -1.25))
@@ -164,3 +164,14 @@ def test_explain_takes_one_of_several_programs(nimblec: CommandLine, write: Writ
     assert nimblec.prints("explain", plan).startswith("Program 'main' of 3 on NVIDIA H200: 5 commands on 2 streams.")
     assert nimblec.prints("explain", plan, "--program", "tail").startswith("Program 'tail' of 3")
     assert "has no program 'body'; its programs are 'main'" in nimblec.refused("explain", plan, "--program", "body")
+
+
+def test_a_page_shows_the_differences_with_names_escaped(nimblec: CommandLine, write: Write, tmp_path: Path) -> None:
+    renamed = replace(cuda_plan(), weights=(weight("<img src=x>", (1.0, 2.0, 3.0, 4.0), 0),))
+    before, after, page = write("before", cuda_plan()), write("after", renamed), tmp_path / "diff.html"
+    found = nimblec("diff", before, after, "--html", page)
+    assert found.status == 1
+    text = page.read_text()
+    assert "&lt;img src=x&gt;" in text
+    assert "<img" not in text
+    assert "default-src 'none'" in text

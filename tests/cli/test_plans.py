@@ -21,7 +21,7 @@ DIGITS = ROOT / "samples" / "digits.onnx"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits sample, compiled for the CPU once."""
+    """Return the digits sample, compiled for the CPU once."""
     import nimblec
 
     path = tmp_path_factory.mktemp("plans") / "digits.plan"
@@ -31,7 +31,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cuda(tmp_path: Path) -> Path:
-    """A CUDA plan whose cubins are none."""
+    """Return a CUDA plan whose cubins are none."""
     path = tmp_path / "cuda.plan"
     encoder.write(cuda_plan(), path)
     return path
@@ -46,6 +46,26 @@ def test_compile_prints_the_parts_and_the_stages(nimblec: CommandLine, tmp_path:
     assert done.out.startswith("target: cpu (asked for)\n")
     for words in ("kernels", "modules", "weights", "arena", "file", "all stages", "d.plan"):
         assert words in done.out
+
+
+def test_compile_json_stages_add_up_to_wall_time(nimblec: CommandLine, tmp_path: Path) -> None:
+    plan = tmp_path / "d.plan"
+    facts = json.loads(nimblec.prints("compile", DIGITS, "-o", plan, "--target", "cpu", "--no-plan-cache", "--json"))
+    assert sum(stage["seconds"] for stage in facts["stages"]) == pytest.approx(facts["seconds"])
+    assert [stage["name"] for stage in facts["stages"]][:3] == ["start", "import", "read"]
+    assert facts["sizes"]["file"] == plan.stat().st_size
+
+
+def test_verify_json_lists_checks_and_fails(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
+    facts = json.loads(nimblec.prints("verify", digits, "--json"))
+    assert facts["passed"]
+    assert {check["name"]: check["result"] for check in facts["checks"]}["symbols"] == "skipped"
+    cut = tmp_path / "cut.plan"
+    cut.write_bytes(digits.read_bytes()[:-100])
+    done = nimblec("verify", cut, "--json")
+    assert done.status == 2
+    (check,) = json.loads(done.out)["checks"]
+    assert (check["name"], check["result"]) == ("format", "failed")
 
 
 def test_reproducible_builds_are_equal_and_hold_no_times(nimblec: CommandLine, tmp_path: Path) -> None:
@@ -270,7 +290,7 @@ def test_files_that_inspect_cannot_write_are_refused(nimblec: CommandLine, cuda:
 
 
 def lines(out: str) -> dict[str, str]:
-    """The result of each check by its name."""
+    """Return the result of each check by its name."""
     return {line[9:].partition(":")[0]: line[:8].strip() for line in out.splitlines()}
 
 
@@ -288,7 +308,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
 
 
 def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
-    """A copy of a plan with a change."""
+    """Return a copy of a plan with a change."""
     encoder.write(change(read_plan(digits)), path)
     return path
 

@@ -15,8 +15,8 @@ from nimblert.plan import Weight
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_SLOT_NBYTES = 2 << 20
-_SLOTS = 8
+_SLOT_NBYTES = 4 << 20
+_SLOTS = 4
 _THREADS = 4
 
 
@@ -56,7 +56,7 @@ class Uploader:
                     _enqueue(*filling[0], stream)
                     filling.popleft()
             finally:
-                # Where an upload has failed: the next one takes the same slots, and callers may change the sources.
+                # After a failed upload the next one takes the same slots, and callers may change the sources.
                 for copy, _, _ in filling:
                     copy.exception()
 
