@@ -121,7 +121,7 @@ from nimblert.plan.records import DEFAULT_LIMITS
     "bounds",
     type=arguments.NAMED_SHAPE,
     multiple=True,
-    help="CPU target. The largest shape of an output whose size depends on values: boxes=100x4. Needed where the model "
+    help="The largest shape of an output whose size depends on values: boxes=100x4. Needed where the model "
     "does not bound it. Repeatable.",
 )
 @click.option(

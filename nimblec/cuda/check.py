@@ -127,6 +127,8 @@ def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:
     """The mean difference of what is finite in both, relative to the largest magnitude expected; 0 where nothing is."""
+    if expected.shape != found.shape:
+        return float("inf")
     a, b = numbers(expected), numbers(found)
     finite = np.isfinite(a) & np.isfinite(b)
     scale = float(np.abs(a[finite]).max(initial=0.0))
