@@ -159,7 +159,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``reproducible``: no measured time decides or is stored, so that builds do not depend on the load of the
       machine; ``timing_cache`` is not used. Level 2 is refused.
     - ``timing_cache``: the file that keeps measured times; ``plan_cache``: the folder that keeps the
-      plans of model files (None: keep no plan).
+      plans of model files (None: keep no plan). Without a home folder there are none by default.
 
     The notes that the command line prints (arguments that became constants, outputs that are None, measured
     errors) go to the logger "nimblec" at level WARNING.
@@ -278,7 +278,7 @@ def generate(
 
     ``temperature`` 0 takes the most likely token. Otherwise tokens are drawn, from the ``top_k`` most likely (0: all)
     and of these the fewest with ``top_p`` of the probability, by Philox from the state "shared.seed" and
-    "shared.offset". CPU target.
+    "shared.offset".
 
     Raises ArgumentError for an argument out of range, TraceError if torch.export refuses the model.
     """

@@ -128,7 +128,8 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
     with own_process():
         # Imports onnx while the lean process starts.
-        from nimblec.cpu.compile import compile_cpu
+        with stage(observer, "import"):
+            from nimblec.cpu.compile import compile_cpu
 
         return compile_cpu(source, options, output, observer)
 

@@ -48,7 +48,11 @@ class ChildSum(nn.Module):
 
     def forward(self, word: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """Word (1 x words) and children's states (arity x width, 0 for none) to the node's state (1 x width)."""
-        gates, forget = self.of_word(word).split((3 * self.width, self.width), -1)
+        return self.node(self.of_word(word), h, c)
+
+    def node(self, read: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, with what `of_word` made of the word."""
+        gates, forget = read.split((3 * self.width, self.width), -1)
         i, o, u = (gates + self.of_children(h.sum(0, keepdim=True))).chunk(3, -1)
         forgets = torch.sigmoid(forget + self.of_child(h))
         c = torch.sigmoid(i) * torch.tanh(u) + (forgets * c).sum(0, keepdim=True)
@@ -66,7 +70,11 @@ class Binary(nn.Module):
 
     def forward(self, word: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """Word (1 x words) and children's states (2 x width, 0 for none) to the node's state (1 x width)."""
-        gates = self.of_word(word) + self.of_children(h.reshape(1, -1))
+        return self.node(self.of_word(word), h, c)
+
+    def node(self, read: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, with what `of_word` made of the word."""
+        gates = read + self.of_children(h.reshape(1, -1))
         i, o, u, left, right = gates.chunk(5, -1)
         c = torch.sigmoid(i) * torch.tanh(u) + (torch.sigmoid(torch.cat((left, right))) * c).sum(0, keepdim=True)
         return torch.sigmoid(o) * torch.tanh(c), c
@@ -89,11 +97,12 @@ class TreeLSTM(nn.Module):
             at = node.reshape(1)
             below = torch.index_select(children, 0, at).squeeze(0) + 1  # row 0 is that of a missing child
             state = torch.index_select(h, 0, below), torch.index_select(c, 0, below)
-            new_h, new_c = self.cell(torch.index_select(words, 0, at), *state)
+            new_h, new_c = self.cell.node(torch.index_select(read, 0, at), *state)
             return node + 1, torch.index_copy(h, 0, at + 1, new_h), torch.index_copy(c, 0, at + 1, new_c)
 
-        zeros = [torch.zeros(self.most_nodes + 1, self.cell.width) for _ in range(2)]
-        node, h, _ = torch.while_loop(goes_on, visit, (torch.zeros((), dtype=torch.int64), *zeros))
+        read = self.cell.of_word(words)  # of all words in one product
+        zeros = [words.new_zeros(self.most_nodes + 1, self.cell.width) for _ in range(2)]
+        node, h, _ = torch.while_loop(goes_on, visit, (count.new_zeros(()), *zeros))
         return torch.index_select(h, 0, node.reshape(1))
 
 

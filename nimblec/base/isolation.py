@@ -6,6 +6,10 @@ named package.module:callable is imported from the current folder all the same: 
 
 import os
 import sys
+import time
+
+IMPORTED_S = time.perf_counter()
+"""The earliest that nimblec knows of the process; Python itself has started some 20 ms before."""
 
 _ROOT = os.path.abspath(__file__).rsplit(os.sep, 3)[0]  # noqa: PTH100 - pathlib is not loaded yet
 

@@ -69,7 +69,7 @@ class Options:
     ``bounds`` are the largest shapes of outputs whose sizes depend on values (not of PyTorch models on CUDA).
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
-    the plans of model files (None: nowhere); by default both are in the user's cache folder.
+    the plans of model files (None: nowhere); by default both are in the user's cache folder, if that is known.
     ``reproducible``: no measured time decides or is stored, and ``timing_cache`` is not used.
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
@@ -101,8 +101,8 @@ class Options:
     streams: str = "auto"
     memory_limit: int | None = None
     reproducible: bool = False
-    timing_cache: Path = field(default_factory=lambda: _read_path(OWN_TIMING_CACHE))
-    plan_cache: Path | None = field(default_factory=lambda: _read_path(OWN_PLAN_CACHE))
+    timing_cache: Path | None = field(default_factory=lambda: _read_cache(OWN_TIMING_CACHE))
+    plan_cache: Path | None = field(default_factory=lambda: _read_cache(OWN_PLAN_CACHE))
 
     @property
     def profiles(self) -> tuple[Profile, ...]:
@@ -413,6 +413,16 @@ def _read_path(value: Any) -> Path:
         raise ArgumentError(f"{text!r}: the home folder is not known: set HOME, or give another path") from exc
 
 
+def _read_cache(value: Any) -> Path | None:
+    """Return the path of a cache; None for a default one where the home folder is not known."""
+    try:
+        return _read_path(value)
+    except ArgumentError:
+        if value in (OWN_TIMING_CACHE, OWN_PLAN_CACHE):
+            return None
+        raise
+
+
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "target": _one_of(*get_args(TargetChoice)),
     "inputs": _read_inputs,
@@ -431,6 +441,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "streams": read_streams,
     "memory_limit": _or_none(read_nbytes),
     "reproducible": _one_of(False, True),
-    "timing_cache": _read_path,
-    "plan_cache": _or_none(_read_path),
+    "timing_cache": _read_cache,
+    "plan_cache": _or_none(_read_cache),
 }

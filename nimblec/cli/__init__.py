@@ -10,6 +10,7 @@ import click
 
 import nimblec
 from nimblec.cli.bench import bench_plan
+from nimblec.cli.build import build_plans
 from nimblec.cli.command import OWN_PROCESS, Group, ReaderGoneError
 from nimblec.cli.compile import compile_model
 from nimblec.cli.console import discard_what_is_closed, echo, echo_lines, escape_what_has_no_encoding
@@ -43,8 +44,8 @@ def cli(ctx: click.Context) -> None:
       nimblec inspect model.plan
       nimblec verify model.plan
 
-    Exit status: 0 on success; 1 where `diff` finds a difference; 2 on an error, which is one sentence on standard
-    error; 130 after Ctrl-C.
+    Exit status: 0 on success; 1 where `diff` finds a difference, or `build` a plan that is out of date or over its
+    budget; 2 on an error, which is one sentence on standard error; 130 after Ctrl-C.
     """
     if ctx.invoked_subcommand is None:
         echo_lines(ctx.get_help())
@@ -52,6 +53,7 @@ def cli(ctx: click.Context) -> None:
 
 for command in (
     compile_model,
+    build_plans,
     run_plan,
     bench_plan,
     inspect_plan,

@@ -1,21 +1,29 @@
 """``nimblec compile``."""
 
+import json
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from nimblec.base.options import DEFAULT_LEVEL, DEFAULT_TRIP_LIMIT, Precision, TargetChoice, read_options
+from nimblec.base.isolation import IMPORTED_S
+from nimblec.base.options import DEFAULT_LEVEL, DEFAULT_TRIP_LIMIT, Options, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
-from nimblec.cli.command import Command, refuse_both
-from nimblec.cli.console import echo
+from nimblec.cli.command import OWN_PROCESS, Command, refuse_both
+from nimblec.cli.console import echo, echo_lines
 from nimblec.cli.progress import StageProgress
+from nimblec.inspect.inspection import Json, command_counts, sizes
 from nimblec.plan import stripping
-from nimblert.plan import schema
+from nimblert.plan import Target, schema
 from nimblert.plan.records import DEFAULT_LIMITS
+
+if TYPE_CHECKING:
+    from nimblec.compiler import Compiled
 
 
 @click.command("compile", cls=Command)
@@ -113,7 +121,7 @@ from nimblert.plan.records import DEFAULT_LIMITS
     default=DEFAULT_TRIP_LIMIT,
     show_default=True,
     metavar="N",
-    help="CPU target. The most trips of a loop whose number of trips the model leaves open; a call that needs more "
+    help="The most trips of a loop whose number of trips the model leaves open; a call that needs more "
     "fails.",
 )
 @click.option(
@@ -180,6 +188,7 @@ from nimblert.plan.records import DEFAULT_LIMITS
     help="Write the weights to a safetensors file instead of PLAN, which keeps their digests: it is loaded with "
     "--weights FILE, in Python load(plan, weights=FILE).",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON: sizes, notes, seconds of each stage.")
 @click.option("-v", "--verbose", is_flag=True, help="Print each stage as it ends, even to a pipe.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def compile_model(
@@ -187,7 +196,7 @@ def compile_model(
     output: Path,
     *,
     weights: Path | None,
-    no_plan_cache: bool,
+    as_json: bool,
     verbose: bool,
     quiet: bool,
     **given: Any,
@@ -213,10 +222,49 @@ def compile_model(
           --dim batch=1 --dim sequence=128 --example input_ids=tokens.npy
       nimblec compile samples.resnet:resnet18 -o resnet18.plan --target cuda -O2
     """
+    begin = IMPORTED_S if click.get_current_context().obj == OWN_PROCESS else time.perf_counter()
+    refuse_both("--verbose", "--quiet", given=verbose and quiet)
+    refuse_both("--json", "--quiet", given=as_json and quiet)
+    options = options_of(model, output, weights=weights, **given)
+    is_callable = is_code(model)
+    if not quiet and (is_callable or (model.lower().endswith(".pt2") and Path(model).is_file())):
+        echo(f"note: {model} is code that runs with your rights: compile only what you trust", err=True)
+    if is_callable and str(Path.cwd()) not in sys.path:
+        # As with `python -m`, package.module:callable is found in the current folder.
+        sys.path.insert(0, str(Path.cwd()))
+
+    from nimblec import compiler  # imports the frameworks
+
+    chosen, reason = compiler.choose_target(options.target)
+    if not quiet and not as_json:
+        echo(f"target: {chosen.name.lower()} ({reason})")
+    options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
+    start_s = time.perf_counter() - begin
+    with StageProgress(verbose=verbose, quiet=quiet) as observer:
+        made = compiler.compile_model(model, options=options, output=output, weights=weights, observer=observer)
+    if quiet:
+        return
+    facts = _facts(made, output, start_s=start_s, all_s=time.perf_counter() - begin)
+    if as_json:
+        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    for note in made.notes:
+        echo(f"note: {note}")
+    report.SafeConsole().print(report.compiled(facts))
+    for written in filter(None, (output, weights)):
+        echo(f"wrote {written}")
+
+
+def is_code(model: str) -> bool:
+    """Return whether a model is named as package.module:callable."""
+    return Path(model).suffix.lower() not in {".onnx", ".pt2"} and all(model.partition(":"))
+
+
+def options_of(model: str, output: Path, *, weights: Path | None, no_plan_cache: bool, **given: Any) -> Options:
+    """Return the options that the parameters of ``nimblec compile`` stand for; the arrays that they name are read."""
     for cache in ("timing_cache", "plan_cache"):
         if given[cache] is None:
             del given[cache]
-    refuse_both("--verbose", "--quiet", given=verbose and quiet)
     refuse_both("--plan-cache", "--no-plan-cache", given=no_plan_cache and "plan_cache" in given)
     refuse_both("--reproducible", "--timing-cache", given=given["reproducible"] and "timing_cache" in given)
     if no_plan_cache:
@@ -226,30 +274,25 @@ def compile_model(
     _refuse_overwriting(output, read)
     _refuse_weights(weights, (output, *read))
     given |= {name: tuple(arguments.read_arrays(given[name]).items()) for name in ("constants", "examples")}
-    suffix = Path(model).suffix.lower()
-    is_callable = suffix not in {".onnx", ".pt2"} and all(model.partition(":"))
-    if not quiet and (is_callable or (suffix == ".pt2" and Path(model).is_file())):
-        echo(f"note: {model} is code that runs with your rights: compile only what you trust", err=True)
-    if is_callable and str(Path.cwd()) not in sys.path:
-        # As with `python -m`, package.module:callable is found in the current folder.
-        sys.path.insert(0, str(Path.cwd()))
+    return read_options(**given)
 
-    from nimblec import compiler  # imports the frameworks
 
-    chosen, reason = compiler.choose_target(given["target"])
-    if not quiet:
-        echo(f"target: {chosen.name.lower()} ({reason})")
-    options = read_options(**{**given, "target": chosen.name.lower()})
-    with StageProgress(verbose=verbose, quiet=quiet) as observer:
-        made = compiler.compile_model(model, options=options, output=output, weights=weights, observer=observer)
-    if quiet:
-        return
-    for note in made.notes:
-        echo(f"note: {note}")
-    size = output.stat().st_size
-    report.SafeConsole().print(report.compiled(made.plan, made.stages, file_nbytes=size))
-    for written in filter(None, (output, weights)):
-        echo(f"wrote {written}")
+def _facts(made: "Compiled", output: Path, *, start_s: float, all_s: float) -> Json:
+    """Return the result, for --json; "other" is what no stage accounts for, mostly imports between them."""
+    plan = made.plan
+    stages = [("start", start_s), *made.stages]
+    stages.append(("other", max(all_s - sum(seconds for _, seconds in stages), 0.0)))
+    return {
+        "plan": str(output),
+        "target": plan.target.name.lower(),
+        "sizes": sizes(plan, file_nbytes=output.stat().st_size),
+        "modules": len(plan.modules),
+        "kernels": len(plan.kernels),
+        "launches": sum(command_counts(program)["launch"] for program in plan.programs),
+        "notes": list(made.notes),
+        "stages": [{"name": name, "seconds": seconds} for name, seconds in stages],
+        "seconds": all_s,
+    }
 
 
 def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from io import StringIO
 from itertools import groupby
 from math import isfinite
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.table import Table
 from nimblec.base.errors import ArgumentError
 from nimblec.cli.arguments import Parsed
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo_lines
 from nimblec.cli.report import SafeConsole, capped, seconds_text, table
 from nimblec.inspect.plan_difference import Change, Figure, PlanDifference, Section, Value, compare
 from nimblert.check.verify import read_plan
@@ -22,6 +23,16 @@ from nimblert.errors import PlanError
 
 DIFFERENT = 1
 """The exit status where plans differ, or a condition of --fail-on holds."""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="color-scheme" content="light dark">
+<title>Differences between two plans</title>
+<pre style="font-family: ui-monospace, monospace; line-height: 1.25">{code}</pre>
+</html>
+"""
 
 _GROWTH = re.compile(r"(size|arena|latency)(?:\+(\d{1,6}(?:\.\d{1,6})?)%)?", re.ASCII)
 
@@ -71,6 +82,7 @@ def _read_condition(text: str) -> Condition:
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the differences as JSON.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write the tables as a page to this file, too.")
 @click.option(
     "--fail-on",
     "conditions",
@@ -78,7 +90,9 @@ def _read_condition(text: str) -> Condition:
     help="Exit with 1 only where one of these holds, with commas between them: the name of a section (interface, "
     "weights, numerics ...) that differs, size+5%, arena+5% or latency+3%.",
 )
-def diff_plans(before: Path, after: Path, as_json: bool, conditions: tuple[Condition, ...] | None) -> None:
+def diff_plans(
+    before: Path, after: Path, as_json: bool, html: Path | None, conditions: tuple[Condition, ...] | None
+) -> None:
     """Show what differs between plans A and B, such as two builds of one model.
 
     \b
@@ -102,15 +116,17 @@ def diff_plans(before: Path, after: Path, as_json: bool, conditions: tuple[Condi
     """
     found = compare(read_plan(before), read_plan(after))
     failed = [f"{condition.text}: {why}" for condition in conditions or () for why in condition.failures(found)]
+    console = SafeConsole(record=html is not None)
     if as_json:
         echo_lines(json.dumps(_facts(found, failed), indent=2, ensure_ascii=False))
-    else:
-        echo(_summary(before, after, found))
-        console = SafeConsole()
-        for section, changes in groupby(found.changes, key=lambda change: change.section):
-            console.print(_table(section, list(changes)))
-        for sentence in (*found.not_compared * bool(found.changes), *(f"failed: {reason}" for reason in failed)):
-            echo(sentence)
+        console.file = StringIO()
+    console.print(_summary(before, after, found), soft_wrap=True)
+    for section, changes in groupby(found.changes, key=lambda change: change.section):
+        console.print(_table(section, list(changes)))
+    for sentence in (*found.not_compared * bool(found.changes), *(f"failed: {reason}" for reason in failed)):
+        console.print(sentence, soft_wrap=True)
+    if html is not None:
+        html.write_text(console.export_html(code_format=_PAGE, inline_styles=True), encoding="utf-8")
     if failed or (found.changes and not conditions):
         click.get_current_context().exit(DIFFERENT)
 

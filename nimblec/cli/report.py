@@ -13,8 +13,7 @@ from rich.text import Text
 
 from nimblec.cli.console import printable
 from nimblec.cli.measure import Measurement
-from nimblec.inspect.inspection import Json, command_counts, shape_text, sizes
-from nimblert.plan import Plan
+from nimblec.inspect.inspection import Json, shape_text
 from nimblert.telemetry import CommandTime
 
 ROWS = 20
@@ -31,8 +30,8 @@ PIPE_WIDTH = 160
 class SafeConsole(Console):
     """A console that escapes control codes in text, so that only its own reach the terminal."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
+    def __init__(self, *, stderr: bool = False, record: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False, record=record)
         if not self.is_terminal:
             self.width = PIPE_WIDTH
 
@@ -75,30 +74,29 @@ def table(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
     return made
 
 
-def compiled(plan: Plan, stages: Iterable[tuple[str, float]], *, file_nbytes: int) -> Table:
-    """Return the result of a compilation, and where its time went."""
-    launches = sum(command_counts(program)["launch"] for program in plan.programs)
-    size = sizes(plan, file_nbytes=file_nbytes)
+def compiled(facts: Json) -> Table:
+    """Return the result of a compilation, and where its time went: what ``compile --json`` prints."""
+    size = facts["sizes"]
     made = table("", "plan", "value", right=("value",))
     made.show_header = False
-    made.add_row("kernels", f"{len(plan.kernels)} ({launches} launches)")
-    made.add_row("modules", f"{len(plan.modules)} ({nbytes_text(size['code'])})")
+    made.add_row("kernels", f"{facts['kernels']} ({facts['launches']} launches)")
+    made.add_row("modules", f"{facts['modules']} ({nbytes_text(size['code'])})")
     made.add_row("weights", nbytes_text(size["weights"]))
     made.add_row("arena", nbytes_text(size["arena"]))
-    made.add_row("file", nbytes_text(file_nbytes), end_section=True)
-    timed = list(stages)
-    for stage, seconds in timed:
-        made.add_row(stage, seconds_text(seconds))
-    made.add_row("all stages", seconds_text(sum(seconds for _, seconds in timed)))
+    made.add_row("file", nbytes_text(size["file"]), end_section=True)
+    for stage in facts["stages"]:
+        made.add_row(stage["name"], seconds_text(stage["seconds"]))
+    made.add_row("all stages", seconds_text(facts["seconds"]))
     return made
 
 
 def inspected(facts: Json) -> list[Table]:
     """Return the tables of `nimblec inspect`, from `inspection.describe`."""
     return [
-        _origin(facts),
-        _sizes(facts),
+        *(_tensors(program) for program in facts["programs"]),
         *_profiles(facts),
+        _sizes(facts),
+        _origin(facts),
         *(made for program in facts["programs"] for made in _program(program)),
         _modules(facts),
         _kernels(facts),
@@ -153,7 +151,7 @@ def _sizes(facts: Json) -> Table:
 
 
 def _program(program: Json) -> list[Table]:
-    made = [_tensors(program), _commands(program)]
+    made = [_commands(program)]
     return [*made, _schedule(program), _candidates(program)] if program["schedule"] else made
 
 

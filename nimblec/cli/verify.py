@@ -1,5 +1,6 @@
 """``nimblec verify``."""
 
+import json
 from itertools import chain
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from nimblec.cli import arguments, loading
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo
+from nimblec.cli.console import echo, echo_lines
 from nimblec.inspect import verification
 from nimblec.inspect.verification import Result
 from nimblert.errors import PlanError
@@ -62,6 +63,7 @@ from nimblert.plan.signatures import Trust
     help="With --against: the seed of the inputs.  [default: 0]",
 )
 @loading.weights_option
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON once all have ended.")
 def verify_plan(
     plan: Path,
     trusted_keys: tuple[Path, ...],
@@ -73,6 +75,7 @@ def verify_plan(
     per_node: bool,
     seed: int | None,
     weights: Path | None,
+    as_json: bool,
 ) -> None:
     """Check PLAN without running it and, on a machine that can run it, by running it.
 
@@ -116,12 +119,16 @@ def verify_plan(
         checks = chain(checks, against.compare(plan, wanted, trust, weights))
     elif constants or per_node or tolerance is not None or seed is not None or entry is not None:
         raise click.UsageError("--constant, --tolerance, --entry, --per-node and --seed need --against MODEL.onnx.")
-    failed = []
+    done = []
     for check in checks:
-        for sentence in check.sentences:
+        done.append(check)
+        for sentence in () if as_json else check.sentences:
             echo(f"{check.result.value:<8} {check.name}: {sentence}")
-        if check.result is Result.FAILED:
-            failed.append(check)
+    failed = [check for check in done if check.result is Result.FAILED]
+    if as_json:
+        found = [{"name": c.name, "result": c.result.name.lower(), "sentences": list(c.sentences)} for c in done]
+        facts = {"plan": str(plan), "passed": not failed, "checks": found}
+        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
     if failed:
         names = ", ".join(dict.fromkeys(check.name for check in failed))
         first = failed[0].sentences[0].removeprefix(f"{plan}: ")

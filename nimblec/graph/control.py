@@ -191,6 +191,14 @@ def calls(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Control]]:
     yield from ((node, node.target) for node in module.graph.nodes if isinstance(node.target, Control))
 
 
+def graphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a graph and all bodies in it."""
+    yield module
+    for _, target in calls(module):
+        for body in target.bodies:
+            yield from graphs(body)
+
+
 def mark_slots(body: fx.GraphModule, control: Control) -> None:
     """Mark the body's first arguments as state, which a body that writes in place writes itself."""
     arguments = [node for node in body.graph.nodes if node.op == "placeholder"]

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from onnx import GraphProto, NodeProto
@@ -175,7 +175,7 @@ def _stacked(values: Sequence[Any], declared: Any, axis: int) -> Tensor:
 def scan(
     walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
 ) -> list[Any]:
-    """Unroll a scan over the slices of its inputs (opset 9 and up)."""
+    """Unroll a scan over the slices of its inputs (opset 9 and up), or record it if that takes too many nodes."""
     if frame.opsets[""] < 9:
         raise Refused("Scan of opset 8 is not supported; expected opset 9 or later")
     body: GraphProto = attributes["body"]
@@ -191,8 +191,6 @@ def scan(
     if len(lengths) != 1:
         raise Refused(f"its inputs have {sorted(lengths)} slices; expected one number")
     length = lengths.pop()
-    if length * max(1, len(body.node)) > MOST_NODES:
-        raise Refused(f"unrolls to {length * len(body.node)} nodes; expected at most {MOST_NODES}")
     gathered: list[list[Any]] = [[] for _ in range(outputs)]
     for step in range(length):
         slices = [
@@ -200,6 +198,12 @@ def scan(
             for tensor, axis, turned in zip(scanned, axes, in_turns, strict=True)
         ]
         values = run_graph(walk, body, (*states, *slices), scope, frame)
+        if length * max(1, len(body.node)) > MOST_NODES:
+            _stop_at_failures(walk, values)
+            inputs = _Slices(scanned, axes, in_turns)
+            rows = _tensors(values[len(states) :])
+            ends = _Slices(rows, [axis_of(a, row.dim() + 1) for a, row in zip(out_axes, rows, strict=True)], out_turns)
+            return _recorded_scan(walk, length, states, inputs, ends, body, scope, frame)
         _stop_at_failures(walk, values)
         states = values[: len(states)]
         for kept, value in zip(gathered, values[len(states) :], strict=True):
@@ -210,6 +214,49 @@ def scan(
         place = axis_of(axis, kept[0].dim() + 1) if kept else axis
         results.append(_stacked(kept[::-1] if turned else kept, declared, place))
     return [*states, *results]
+
+
+class _Slices(NamedTuple):
+    """Tensors, the axis of each along which a trip reads or adds one slice, and whether from the end."""
+
+    tensors: Sequence[Tensor]
+    axes: Sequence[int]
+    turns: Sequence[int]
+
+    def places(self, number: Tensor, length: int) -> list[tuple[int, Tensor]]:
+        """Return the axis and the index for each tensor in a trip."""
+        at = number.reshape(1)
+        return [(axis, length - 1 - at if turned else at) for axis, turned in zip(self.axes, self.turns, strict=True)]
+
+
+def _recorded_scan(
+    walk: Walk,
+    length: int,
+    states: Sequence[Any],
+    scanned: _Slices,
+    rows: _Slices,
+    body: GraphProto,
+    scope: Scope,
+    frame: Frame,
+) -> list[Any]:
+    """Record a scan over slices; ``rows`` are like what each trip adds to its outputs."""
+    stacks = []
+    for row, axis in zip(rows.tensors, rows.axes, strict=True):
+        shape = [*row.shape[:axis], length, *row.shape[axis:]]
+        stacks.append(torch.zeros(shape, dtype=row.dtype))
+
+    def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        number, *values = slots
+        before, made = values[: len(states)], values[len(states) :]
+        places = zip(scanned.tensors, scanned.places(number, length), strict=True)
+        slices = [tensor.index_select(axis, at).squeeze(axis) for tensor, (axis, at) in places]
+        results = _body_values(walk, inner, body, (*before, *slices), scope, frame)
+        added = zip(made, results[len(states) :], rows.places(number, length), strict=True)
+        made = [stack.index_copy(axis, at, row.unsqueeze(axis)) for stack, row, (axis, at) in added]
+        return number + 1 < length, [number + 1, *results[: len(states)], *made]
+
+    first = [torch.tensor(0), *_tensors(states), *stacks]
+    return list(record_loop(walk.recorder, torch.tensor(True), first, step, limit=length)[1:])
 
 
 def _per(attributes: Mapping[str, Any], name: str, count: int) -> Ints:

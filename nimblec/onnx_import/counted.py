@@ -17,6 +17,8 @@ from nimblec.onnx_ops.shape import slice_of
 from nimblec.onnx_ops.table import Ints, Refused
 from nimblec.onnx_ops.unsigned import index_select
 
+TAKES_NONE = "does not take a value whose size depends on values: compile for --target cpu"
+
 Value: TypeAlias = Tensor | Counted
 Counts: TypeAlias = Mapping[int, Tensor]
 
@@ -74,7 +76,7 @@ def outputs(domain: str, use: Use) -> list[Any]:
     """Return the outputs of an operator. Raises `Refused` for one that does not take such values."""
     rule = None if domain else RULES.get(use.name)
     if rule is None:
-        raise Refused("does not take a value whose size depends on values: compile for --target cpu")
+        raise Refused(TAKES_NONE)
     made = rule(use)
     return made if isinstance(made, list) else [made]
 

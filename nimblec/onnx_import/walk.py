@@ -86,6 +86,8 @@ class Walk:
         if function is not None:
             return self._call_function(function, proto, inputs, attributes, frame)
         if control is not None:
+            if proto.op_type != "If" and counted.is_counted(proto.op_type, inputs):
+                raise Refused(counted.TAKES_NONE)
             return control(self, inputs, attributes, scope, frame)
         if operator is not None:
             with suppress(Declined):

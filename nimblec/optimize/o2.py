@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from nimblec.graph import control
 from nimblec.kernels.choosing import Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
@@ -101,7 +102,7 @@ class Timed:
         """
         from nimblec.kernels.timing import GraphTimer, WeightPool
 
-        if not self._contests:
+        if not self._contests or not any(map(_is_triton_kernel, module.graph.nodes)):
             return {}
         gpu = GPU.current()
         templates = sorted({template for family in FAMILIES for template in family.templates})
@@ -119,10 +120,15 @@ def first(gpu: GPU) -> Use:
 
 
 def has_triton_kernels(module: fx.GraphModule) -> bool:
-    """Return whether any call is of a Triton kernel's op."""
-    return any(node.target in ops() for node in module.graph.nodes)
+    """Return whether any call is of a Triton kernel's op, in the bodies of loops and branches, too."""
+    return any(_is_triton_kernel(node) for graph in control.graphs(module) for node in graph.graph.nodes)
+
+
+def _is_triton_kernel(node: fx.Node) -> bool:
+    return node.target in ops()
 
 
 def has_norms(module: fx.GraphModule) -> bool:
     """Return whether there is a call that the families of `NORMS` could compute."""
-    return any(any(family.requests(module)) for family in FAMILIES if family.needs_whole_plan)
+    graphs = list(control.graphs(module))
+    return any(any(family.requests(graph)) for family in FAMILIES if family.needs_whole_plan for graph in graphs)

@@ -80,8 +80,9 @@ def compile_once(
     problem = cache.problem()
     if problem:
         return (*compiler(source, options, output, observer), problem)
-    with stage(observer, "read the plan cache"):
+    with stage(observer, "find the plan's key"):
         key = find_key(source, target, options)
+    with stage(observer, "read the plan cache"):
         record, problem = cache.copy(key.digest, output) if key else (None, None)
     if record:
         said = f"taken from the plan cache; its compilation took {record.seconds:.1f} s"

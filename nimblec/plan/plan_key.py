@@ -10,8 +10,8 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -58,54 +58,65 @@ _INSTRUCTION_SETS = ("flags", "Features")
 class PlanKey:
     """``digest`` names the plan; ``files`` shows whether a file of the model has changed since.
 
-    Equal keys before and after a compilation prove what was compiled.
+    Equal keys before and after a compilation prove what was compiled. ``inputs`` are those of `find_inputs`.
     """
 
     digest: str
     files: tuple[tuple[int, ...], ...]
+    inputs: dict[str, str] = field(default_factory=dict, compare=False)
 
 
-def find_key(source: Source, target: Target, options: Options) -> PlanKey | None:
-    """Return the key of the plan of a model file; None if it cannot be determined.
+def find_key(source: Source, target: Target, options: Options, also: Sequence[Path] = ()) -> PlanKey | None:
+    """Return the key of the plan of a model that its files determine, ``also`` among them; None if there is none.
 
     That is so if a file cannot be read, which the compiler reports better, or if packages were replaced
     while this process still runs those that it imported before.
     """
     try:
         first, now = _software_at_first(), _software()
-        paths = _files(source)
-        found = tuple(_status(path) for path in paths.values())
+        found = tuple(_status(path) for path in _files(source, also).values())
+        inputs = find_inputs(source, options, also)
         parts = {
-            "kind": source.kind,
-            "files": {name: digest_of(path) for name, path in paths.items()},
-            "options": {
-                f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS
-            },
-            "arrays": {
-                option: [
-                    (name, array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
-                    for name, array in getattr(options, option)
-                ]
-                for option in _ARRAYS
-            },
+            "inputs": inputs,
             "software": now,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
             "machine": _machine(target),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):
         return None
-    return PlanKey(digest=_digest(parts), files=found) if now == first else None
+    return PlanKey(digest=_digest(parts), files=found, inputs=inputs) if now == first else None
 
 
-def _files(source: Source) -> dict[str, Path]:
-    """Return the model's file under the name "", and its data files under those that it calls them by."""
+def find_inputs(source: Source, options: Options, also: Sequence[Path] = ()) -> dict[str, str]:
+    """Return digests of what determines a plan on any machine: the model's files and the options.
+
+    Raises OSError or CompileError for a file that cannot be read.
+    """
+    files = {name: digest_of(path) for name, path in _files(source, also).items()}
+    settings = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS}
+    arrays = {
+        option: [
+            (name, array.dtype.name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+            for name, array in getattr(options, option)
+        ]
+        for option in _ARRAYS
+    }
+    return {"model": _digest([source.kind, files]), "options": _digest([settings, arrays])}
+
+
+def _files(source: Source, also: Sequence[Path]) -> dict[str, Path]:
+    """Return the files of a model by name: "" is its own, and its data files have the names that it calls them by."""
+    files = {f"also {path}": path for path in also}
+    if source.kind == "callable" and also:
+        return files
     path = Path(source.model)
     _status(path)  # refuses a pipe before anything reads it
-    if source.kind != "onnx":
-        return {"": path}
-    from nimblec.onnx_import.external_data import data_files  # brings in onnx
+    files[""] = path
+    if source.kind == "onnx":
+        from nimblec.onnx_import.external_data import data_files  # brings in onnx
 
-    return {"": path} | {str(name): path.parent / name for name in data_files(path)}
+        files |= {str(name): path.parent / name for name in data_files(path)}
+    return files
 
 
 def _status(path: Path) -> tuple[int, ...]:

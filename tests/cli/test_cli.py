@@ -111,15 +111,18 @@ def test_pickles_and_archives_are_no_arrays(tmp_path: Path) -> None:
 
 # --- help and usage
 
-COMMANDS = ("compile", "run", "bench", "inspect", "explain", "diff", "verify")
+COMMANDS = ("compile", "build", "run", "bench", "inspect", "explain", "diff", "verify", "sign", "doctor")
 
 
 @pytest.mark.parametrize("args", [(), ("--help",), ("-h",)])
 def test_help_lists_the_commands(nimblec: CommandLine, args: tuple[str, ...]) -> None:
     out = nimblec.prints(*args)
     assert all(f"\n  {command} " in out for command in COMMANDS)
-    statuses = "0 on success; 1 where `diff` finds a difference; 2 on an error, which is one sentence on standard error"
-    assert f"Exit status: {statuses}; {INTERRUPTED} after Ctrl-C." in " ".join(out.split())
+    statuses = (
+        "0 on success; 1 where `diff` finds a difference, or `build` a plan that is out of date or over its budget; "
+        f"2 on an error, which is one sentence on standard error; {INTERRUPTED} after Ctrl-C."
+    )
+    assert f"Exit status: {statuses}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

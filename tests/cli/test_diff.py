@@ -164,3 +164,14 @@ def test_explain_takes_one_of_several_programs(nimblec: CommandLine, write: Writ
     assert nimblec.prints("explain", plan).startswith("Program 'main' of 3 on NVIDIA H200: 5 commands on 2 streams.")
     assert nimblec.prints("explain", plan, "--program", "tail").startswith("Program 'tail' of 3")
     assert "has no program 'body'; its programs are 'main'" in nimblec.refused("explain", plan, "--program", "body")
+
+
+def test_a_page_shows_the_differences_with_names_escaped(nimblec: CommandLine, write: Write, tmp_path: Path) -> None:
+    renamed = replace(cuda_plan(), weights=(weight("<img src=x>", (1.0, 2.0, 3.0, 4.0), 0),))
+    before, after, page = write("before", cuda_plan()), write("after", renamed), tmp_path / "diff.html"
+    found = nimblec("diff", before, after, "--html", page)
+    assert found.status == 1
+    text = page.read_text()
+    assert "&lt;img src=x&gt;" in text
+    assert "<img" not in text
+    assert "default-src 'none'" in text

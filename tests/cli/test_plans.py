@@ -48,6 +48,26 @@ def test_compile_prints_the_parts_and_the_stages(nimblec: CommandLine, tmp_path:
         assert words in done.out
 
 
+def test_compile_json_stages_add_up_to_wall_time(nimblec: CommandLine, tmp_path: Path) -> None:
+    plan = tmp_path / "d.plan"
+    facts = json.loads(nimblec.prints("compile", DIGITS, "-o", plan, "--target", "cpu", "--no-plan-cache", "--json"))
+    assert sum(stage["seconds"] for stage in facts["stages"]) == pytest.approx(facts["seconds"])
+    assert [stage["name"] for stage in facts["stages"]][:3] == ["start", "import", "read"]
+    assert facts["sizes"]["file"] == plan.stat().st_size
+
+
+def test_verify_json_lists_checks_and_fails(nimblec: CommandLine, digits: Path, tmp_path: Path) -> None:
+    facts = json.loads(nimblec.prints("verify", digits, "--json"))
+    assert facts["passed"]
+    assert {check["name"]: check["result"] for check in facts["checks"]}["symbols"] == "skipped"
+    cut = tmp_path / "cut.plan"
+    cut.write_bytes(digits.read_bytes()[:-100])
+    done = nimblec("verify", cut, "--json")
+    assert done.status == 2
+    (check,) = json.loads(done.out)["checks"]
+    assert (check["name"], check["result"]) == ("format", "failed")
+
+
 def test_reproducible_builds_are_equal_and_hold_no_times(nimblec: CommandLine, tmp_path: Path) -> None:
     """Durations of commands are in every other plan, and no two of these are equal."""
     built = []

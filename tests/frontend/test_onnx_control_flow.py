@@ -7,6 +7,7 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.base.errors import UnsupportedModelError
+from nimblec.graph.control import Loop
 from nimblec.onnx_import import control
 from nimblec.onnx_import.importer import import_model
 
@@ -96,6 +97,17 @@ def test_a_scan_is_unrolled_in_its_direction() -> None:
     start = np.zeros(2, np.float32)
     signature = "(float[3,2] x) => (float[2] total, float[2,3] sums)"
     program = import_model(model_of(SCAN, signature, start=start))
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    total, sums = (tensor.numpy() for tensor in program.module(torch.from_numpy(x)))
+    np.testing.assert_array_equal(total, x.sum(0))
+    np.testing.assert_array_equal(sums, np.cumsum(x[::-1], 0).T)
+
+
+def test_a_long_scan_is_recorded_in_its_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MOST_NODES", 5)
+    signature = "(float[3,2] x) => (float[2] total, float[2,3] sums)"
+    program = import_model(model_of(SCAN, signature, start=np.zeros(2, np.float32)))
+    assert any(isinstance(node.target, Loop) for node in program.module.graph.nodes)
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
     total, sums = (tensor.numpy() for tensor in program.module(torch.from_numpy(x)))
     np.testing.assert_array_equal(total, x.sum(0))

@@ -33,6 +33,7 @@ CONSTANTS: dict[str, object] = {
     "end": [1 << 60],
     "pairs": [-1, 1, 3],
     "sizes": [6, 3],
+    "five": np.array(5),
     "weight": np.array([[2, 0, 1], [0, 1, 3], [1, 1, 2]], np.float32),
 }
 PICK = """
@@ -257,6 +258,16 @@ def test_bound_given_for_an_output_saves_memory() -> None:
     ("use", "problem"),
     [
         ("q = Unsqueeze (r, zeros)  y = InstanceNormalization (q, half, half)", "does not take a value whose size"),
+        (
+            "y = Loop (five, , r) <body = b (int64 i, bool c, v) => (c2, w) { c2 = Identity (c)  w = Neg (v) }>",
+            "Loop '-> y' .* does not take a value whose size depends on values",
+        ),
+        (
+            """
+                y = Scan <num_scan_inputs = 1, body = b (row) => (out) { out = Neg (row) }> (r)
+            """,
+            "Scan '-> y' .* does not take a value whose size depends on values",
+        ),
         ("y = Add (r, x)", "combines a size known at import with one that depends on values"),
         (
             """

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from host_driver import HostDriver
 from programs import bare, planned
 
 from nimblec.plan import encoder
 from nimblert import load
 from nimblert.check import verify
 from nimblert.check.hazards import hazards
-from nimblert.errors import PlanInvalidError
+from nimblert.cuda import driver
+from nimblert.errors import InputError, PlanInvalidError
 from nimblert.plan import (
     Access,
     Command,
@@ -91,6 +93,33 @@ def test_a_sound_plan_runs_its_bodies() -> None:
 def test_a_byte_beyond_the_bodies_chooses_the_last() -> None:
     with load(with_main(fill(0, 1, 0), fill(8, 8, 200), LOOP, BRANCH, COPY)) as executable:
         assert executable.run({})["y"].tolist() == [7] * 8
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], Plan]:
+    """Makes a plan one for the GPU of a fake driver."""
+    host = HostDriver()
+    monkeypatch.setattr(driver, "bindings", lambda: host)
+    return lambda plan: replace(plan, target=Target.CUDA, device=driver.describe())
+
+
+def test_conditional_nodes_run_bodies(on_gpu: Callable[[Plan], Plan]) -> None:
+    with load(on_gpu(PLAN)) as executable:
+        assert executable.run({})["y"].tolist() == [5] * 8
+        assert executable.run({})["y"].tolist() == [5] * 8
+    plan = on_gpu(with_main(fill(0, 1, 0), fill(8, 8, 200), LOOP, BRANCH, COPY))
+    with load(plan) as executable:
+        assert executable.run({})["y"].tolist() == [7] * 8
+        assert list(executable._backends["main"].steps()) == list(plan.programs[0].commands), "each can run alone"
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_loop_beyond_its_limit_fails_again_and_again(is_on_gpu: bool, on_gpu: Callable[[Plan], Plan]) -> None:
+    endless = changed(0, fill(8, 8, 0), fill(0, 1, 1))
+    with load(on_gpu(endless) if is_on_gpu else endless) as executable:
+        for _ in range(3):
+            with pytest.raises(InputError, match=r"op op \(model\): has not ended after 9 trips"):
+                executable.run({})
 
 
 HOSTILE: dict[str, tuple[Callable[[], Plan], str]] = {

@@ -95,6 +95,7 @@ def test_entries_are_called_by_name_and_share_the_state(loaded: Executable) -> N
 def test_the_shapes_choose_the_program(loaded: Executable) -> None:
     write = loaded.entry("write")
     assert [program.name for program in write.programs] == ["write[count=4]", "write[count=2]"]
+    assert [tensor.name for tensor in write.inputs] == ["x"]
     assert write(floats(7, 8)).tolist() == [7, 8]
     assert loaded(entry="read").tolist() == [7, 8, 3, 4]
     loaded.replay()

@@ -1,4 +1,4 @@
-"""A fake CUDA driver on host memory: streams, events, graphs of copies and fills, and the kernels of layout.cu.
+"""A fake CUDA driver on host memory: streams, events, graphs with conditional nodes, and nimblert's own kernels.
 
 Work on a stream is done immediately, but for copies from pageable memory and fills, which CUDA puts on the default
 stream: they are done when something waits for that stream, or uses it. Other kernels do not run. Freed memory is filled
@@ -38,6 +38,8 @@ _ALWAYS = frozenset(
     }
 )
 """Functions that still work after a kernel has failed."""
+_CODES = {b"go_on": 101, b"choose": 102}
+_GO_ON, _CHOOSE = struct.Struct("<QQQQQII"), struct.Struct("<QQI")
 _GATHER = struct.Struct(f"<QQII{MOST_AXES}I{MOST_AXES}q")
 
 
@@ -101,6 +103,7 @@ class HostDriver:
         self._recorded: dict[int, int] = {}
         self._destroyed: set[int] = set()
         self._handles = 0
+        self._conditions: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -316,7 +319,50 @@ class HostDriver:
 
     def _cuGraphAddKernelNode(self, graph: _Graph, before: Any, count: int, params: Any) -> _Handle:
         del before, count
+        setter = {_CODES[b"go_on"]: self._go_on, _CODES[b"choose"]: self._choose}.get(int(params.func))
+        if setter is not None:
+            return self._node(graph, partial(setter, _parameters(params.extra)))
         return self._node(graph, self._gather(int(params.func), params.extra))
+
+    # Conditional nodes, and the kernels of control.cu
+
+    @staticmethod
+    def CUgraphNodeParams() -> SimpleNamespace:
+        """The parameters of a node, of which only conditional ones can be added."""
+        return SimpleNamespace(conditional=SimpleNamespace())
+
+    def _cuGraphConditionalHandleCreate(self, graph: _Graph, context: Any, value: int, flags: int) -> int:
+        del graph, context, flags
+        handle = int(self._handle())
+        self._conditions[handle] = value
+        return handle
+
+    def _cuGraphAddNode(self, graph: _Graph, before: Any, data: Any, count: int, params: Any) -> _Handle:
+        del before, data, count
+        asked = params.conditional
+        asked.phGraph_out = [_Graph() for _ in range(asked.size)]
+
+        def run() -> None:
+            if asked.type == real.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_SWITCH:
+                self._cuGraphLaunch(asked.phGraph_out[self._conditions[asked.handle]].work(), 0)
+            else:
+                while self._conditions[asked.handle]:
+                    self._cuGraphLaunch(asked.phGraph_out[0].work(), 0)
+
+        return self._node(graph, run)
+
+    def _go_on(self, parameters: bytes) -> None:
+        handle, condition, trips, limit, failed, loop, is_first = _GO_ON.unpack(parameters)
+        is_true, count = ctypes.c_uint8.from_address(condition).value != 0, ctypes.c_uint64.from_address(trips)
+        done = 0 if is_first else count.value
+        if is_true and done == limit:
+            ctypes.c_uint32.from_address(failed).value = loop
+        count.value = done + 1
+        self._conditions[handle] = int(is_true and done < limit)
+
+    def _choose(self, parameters: bytes) -> None:
+        handle, index, count = _CHOOSE.unpack(parameters)
+        self._conditions[handle] = min(ctypes.c_uint8.from_address(index).value, count - 1)
 
     def _cuGraphAddMemsetNode(self, graph: _Graph, before: Any, count: int, params: Any, context: Any) -> _Handle:
         del before, count, context
@@ -365,7 +411,7 @@ class HostDriver:
 
     def _cuModuleGetFunction(self, module: _Handle, name: bytes) -> int:
         del module
-        return int(name.removeprefix(b"gather_"))
+        return _CODES.get(name) or int(name.removeprefix(b"gather_"))
 
     def _cuLaunchKernel(self, itemsize: int, *rest: Any) -> Any:
         if not rest[0]:  # blocks
@@ -378,9 +424,7 @@ class HostDriver:
     @staticmethod
     def _gather(itemsize: int, packed: int) -> Callable[[], None]:
         """Gather elements of ``itemsize`` bytes, as layout.cu does."""
-        extra = (ctypes.c_uint64 * 5).from_address(packed)
-        parameters = ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
-        to, source, count, rank, *axes = _GATHER.unpack(parameters)
+        to, source, count, rank, *axes = _GATHER.unpack(_parameters(packed))
         sizes, strides = axes[:rank], [stride * itemsize for stride in axes[MOST_AXES : MOST_AXES + rank]]
         assert np.prod(sizes) == count
 
@@ -388,6 +432,12 @@ class HostDriver:
             _array(to, (count,), (itemsize,), itemsize)[...] = _array(source, sizes, strides, itemsize).ravel()
 
         return work
+
+
+def _parameters(packed: int) -> bytes:
+    """Return the parameters of a launch."""
+    extra = (ctypes.c_uint64 * 5).from_address(packed)
+    return ctypes.string_at(extra[1], ctypes.c_size_t.from_address(extra[3]).value)
 
 
 def _array(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray:

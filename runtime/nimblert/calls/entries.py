@@ -105,7 +105,8 @@ class Entries(dict[str | None, Signature]):
 
     def __missing__(self, name: str | None) -> Signature:
         if name is None:
-            raise InputError(f"no entry is named, the plan has {list(self.names)}: name one")
+            example = f"entry({self.names[0]!r})"
+            raise InputError(f"no entry is named, the plan has {list(self.names)}: name one, as in {example}")
         raise InputError(f"entry {name!r}: not found, the plan has {list(self.names)}")
 
 
@@ -122,6 +123,16 @@ class Entry:
         self.programs = signature.programs
         self._call = call
         self._run = run
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs of its first program."""
+        return self.programs[0].inputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of its first program."""
+        return self.programs[0].outputs
 
     def __repr__(self) -> str:
         return f"Entry({self.name!r}, {len(self.programs)} programs)"

@@ -15,8 +15,8 @@ from nimblert.plan import Weight
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_SLOT_NBYTES = 2 << 20
-_SLOTS = 8
+_SLOT_NBYTES = 4 << 20
+_SLOTS = 4
 _THREADS = 4
 
 
