@@ -225,8 +225,12 @@ def _slice(use: Use) -> Value:
     steps = use.ints(4, "steps") or (1,) * count
     for i, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         start, end = (each.reshape(-1).select(0, i) for each in ends)
-        data = _sliced(data, axis, *(n if isinstance(n, FakeTensor) else int(n) for n in (start, end)), step)
+        data = _sliced(data, axis, _known(start), _known(end), step)
     return data
+
+
+def _known(number: Tensor) -> int | Tensor:
+    return number if isinstance(number, FakeTensor) else int(number)
 
 
 def _sliced(x: Value, axis: int, start: int | Tensor, end: int | Tensor, step: int) -> Value:
@@ -446,6 +450,8 @@ def follow_range(domain: str, use: Use, made: Sequence[Any]) -> Sequence[Any]:
     if domain or not (moves or use.name in {*_RISING, "Sub"}) or any(isinstance(value, FakeTensor) for value in rest):
         return made
     if not isinstance(made[0], FakeTensor) or made[0].is_floating_point() or made[0].dtype == torch.bool:
+        return made
+    if not any(isinstance(value, FakeTensor) and range_of(value) is not None for value in given):
         return made
     ranges = [_range(value, use.name) if isinstance(value, Tensor) else None for value in given]
     known = [ends for ends in ranges if ends is not None]
