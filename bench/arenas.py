@@ -1,14 +1,11 @@
 """Device memory of ten plans that share one arena, compared with an arena for each plan.
 
 Usage: python -m bench.arenas [--markdown] [--level 0] [--workers 10] [MODEL_OR_PLAN ...]: plan files, or models named
-package.module:callable, which are first compiled in parallel, for one stream. Writes arenas.json in bench/results/gpu,
-or --output; --markdown prints its table. Nothing else may use the GPU meanwhile. On one H200 it is expected to take one
-to two minutes. --cpu compiles the models for the CPU target, to try the program.
+package.module:callable, compiled first for one stream. Writes arenas.json in bench/results/gpu, or --output. Nothing
+else may use the GPU meanwhile, for one to two minutes on an H200. --cpu tries the program on the CPU target.
 
-Memory is what the driver reports as used (on the CPU target, the anonymous memory of the process), before and after
-each load, and after runs, for which the driver loads code and graphs are built. Each plan runs once when it is loaded
-and once when all are (a third run from the host would build a graph that uploads its inputs); outputs on one arena must
-equal those with an arena of their own. The size of CUDA's context, one for the process, comes from nvidia-smi.
+Memory is the driver's (on the CPU target, the process's anonymous memory), before and after each load and after two
+runs; CUDA's context comes from nvidia-smi. Outputs on one arena must equal those with an arena of their own.
 """
 
 import argparse

@@ -23,7 +23,7 @@ def spread(times: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
-    """How far the spreads of a group of clocks are from those of a quiet machine; above 1 is noisy."""
+    """Return how far the spreads of a group of clocks are from those of a quiet machine; above 1 is noisy."""
     found = [(clock["p95"] / clock["p5"] - 1) / (MOST_SPREAD - 1) for clock in figures.values()]
     if {"kernels_us", "replay_us"} <= figures.keys():
         launch_us = figures["replay_us"]["median"] - figures["kernels_us"]["median"]

@@ -3,8 +3,8 @@
     python -m bench.commits --base OTHER/runtime -o figures.json PLAN...
     python -m bench.commits --show bench/results/gpu/core_calls.json
 
-OTHER is a checkout of the other commit. Of each figure the ratio of the lowest medians counts, of loads that of the
-fastest; what is printed are the geometric means over the plans.
+OTHER is a checkout of the other commit. A figure is the ratio of the lowest medians, for loads that of the fastest
+loads. The table has the geometric means over the plans.
 """
 
 import argparse

@@ -1,18 +1,13 @@
 """Many threads on a few contexts of one plan: outputs, memory, and throughput compared with processes and devices.
 
 Usage: ``python -m bench.contexts MODEL_OR_PLAN [--threads 32] [--contexts 8] [--seconds 120] [--devices 0,1] [--json
-FILE]``, for any plan file on its target, or for a model named package.module:callable, which is compiled first.
+FILE]``, for a plan file, or a model named package.module:callable. Takes 1.7 times the seconds plus a minute; with two
+devices, 2.3 times plus two minutes.
 
-The threads take turns at the contexts; every output must equal, bit for bit, that of its input run alone. Memory is
-sampled every second; it may grow by the recorded latencies. The other measurements take a sixth of the time each: 1, 2,
-4 and 8 processes (``--processes``) of one thread each, alone on the machine, the best of which the contexts are
-compared with; and with ``--devices``, threads and contexts on the first device and on all of them, whose throughputs
-are compared: all in one process, and with a process for each device. The exit status is 1 if any output was wrong, or
-if memory grew.
-
-The expected total is 1.7 times the seconds plus a minute (with two devices, 2.3 times plus two minutes), and the
-compilation: on H200s, ``python -m bench.contexts bench.models.resnet50:fp16 --devices 0,1 --json
-bench/results/gpu/contexts.json`` takes about seven minutes.
+Threads take turns at the contexts; every output must equal, bit for bit, that of its input run alone, and memory,
+sampled every second, may grow only by the recorded latencies: else the exit status is 1. The throughput is compared
+with the best of 1, 2, 4 and 8 ``--processes`` of one thread; with ``--devices``, also that of the first device with all
+of them, in one process and in a process for each.
 """
 
 import argparse
@@ -53,7 +48,7 @@ class Checked:
     """Calls of a plan's main entry on different inputs, each output compared with that of the input run alone."""
 
     def __init__(self, model: nimblert.Executable, contexts: int) -> None:
-        """``contexts``: the number that threads share, the executable's own among them."""
+        """Make ``contexts`` contexts for threads to share, the executable's own among them."""
         self._inputs = [golden.draw_inputs(model.program, seed) for seed in range(INPUTS)]
         self._expected = [model.run(arrays) for arrays in self._inputs]
         self._next = 0

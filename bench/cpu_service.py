@@ -89,7 +89,8 @@ def resident_mib(kind: str, count: int, model: Path, plan: Path) -> float:
     from nimblert.cpu.onnx_session import onnxruntime
 
     assert onnxruntime()
-    assert cpu  # imported before, like ONNX Runtime: their code does not count
+    # Imports of either do not count as memory of a load.
+    assert cpu
     inputs = golden.draw_inputs(read_plan(plan).programs[0], 0)
     gc.collect()
     before = _resident_kib()

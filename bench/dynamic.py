@@ -46,7 +46,7 @@ class _LastState(nn.Module):
         self.lstm = nn.LSTM(300, 512, layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Words (length x 1 x 300) to 1 x 512."""
+        """Encode words (length x 1 x 300) as 1 x 512."""
         state: Tensor = self.lstm(x)[1][0][-1]
         return state
 
@@ -59,7 +59,7 @@ class _Recursive(nn.Module):
         self.cell = cell
 
     def forward(self, words: Tensor, children: Tensor, count: Tensor) -> Tensor:
-        """As `tree_lstm.TreeLSTM` does."""
+        """Compute what `tree_lstm.TreeLSTM` does."""
         rows = children.tolist()
         none = words.new_zeros(1, self.cell.width)
 

@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Commit, processors, and the versions of Python and packages; of a GPU also its driver and current clocks."""
+    """Describe commit, processors, and versions of Python and packages; of a GPU also its driver and current clocks."""
     versions = {}
     for name in _PACKAGES:
         try:

@@ -79,7 +79,7 @@ def measure(folder: Path, turn: Turn) -> None:
     placed = [runtime.asdevicearray(config.device, array) for array in inputs]
 
     def call() -> Any:
-        """IREE returns when the outputs are computed."""
+        """Call the function, which returns when the outputs are computed."""
         return function(*placed)
 
     def call_from_host() -> list[np.ndarray]:

@@ -12,7 +12,7 @@ SLACK_NBYTES = 4 << 20
 
 
 def held(plan: Plan, device: int = 0) -> Held:
-    """Bytes ("anonymous", "device") and counts ("threads", "files"); device memory is that of all processes."""
+    """Return bytes ("anonymous", "device") and counts ("threads", "files"); device memory is all processes'."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     found = {

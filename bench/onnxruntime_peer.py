@@ -44,7 +44,7 @@ class Bound:
     def __init__(
         self, path: Path, providers: Providers, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
     ) -> None:
-        """``outputs`` have the dtypes and shapes of the model's outputs.
+        """Bind copies of ``inputs``, and memory for outputs with the dtypes and shapes of ``outputs``.
 
         The process ends if ONNX Runtime falls back from the first of ``providers`` to another.
         """

@@ -6,7 +6,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("svg")  # needs no display
+# The SVG backend needs no display.
+mpl.use("svg")
 from matplotlib import pyplot as plt
 
 from bench.peers_table import COMPARISONS, COMPILED_MODES, Figures, by_batch, fastest, levels, microseconds, ratio
@@ -21,7 +22,7 @@ def draw(results: Mapping[str, Any], path: Path, *, batches: bool) -> None:
 
 
 def _bars(models: Mapping[str, Figures]) -> Any:
-    """torch.compile's best time over ours, for each model: the kernels alone, and a call from arrays."""
+    """Plot torch.compile's best time over ours, for each model: the kernels alone, and a call from arrays."""
     names = [spec.rpartition(".")[2] for spec in models]
     figure, axes = plt.subplots(2, 1, figsize=(max(6.0, 0.7 * len(names)), 6.0), sharex=True)
     shown = [comparison for comparison in COMPARISONS if comparison.title in {"kernels", "call from numpy"}]
@@ -36,7 +37,7 @@ def _bars(models: Mapping[str, Figures]) -> Any:
 
 
 def _curves(networks: Mapping[str, Mapping[int, tuple[str, Figures]]]) -> Any:
-    """GPU time of the kernels per sample, over the batch size; a panel for each network."""
+    """Plot GPU time of the kernels per sample, over the batch size, in a panel for each network."""
     figure, axes = plt.subplots(1, len(networks), figsize=(3.2 * len(networks), 3.2), squeeze=False)
     clock = "kernels_us"
     for axis, (spec, curve) in zip(axes[0], networks.items(), strict=True):

@@ -134,7 +134,8 @@ def _below(found: dict[int, _Process]) -> set[int]:
 def _has_token(pid: int, token: str) -> bool:
     try:
         return f"{_VARIABLE}={token}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        # The process has ended, or belongs to another user.
         return False
 
 

@@ -25,7 +25,7 @@ _TABLE = re.compile(r"<!-- table: (.*?) -->\n(.*?)<!-- end of table -->", re.DOT
 
 
 def filled(text: str) -> str:
-    """``text`` with the current output of each table's command."""
+    """Return ``text`` with the current output of each table's command."""
 
     def replaced(table: re.Match[str]) -> str:
         return f"<!-- table: {table[1]} -->\n{printed(table[1]) or table[2]}<!-- end of table -->"

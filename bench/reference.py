@@ -18,7 +18,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 
 
 def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Module, args and kwargs of ``package.module:callable`` on the CPU, the same in every process."""
+    """Build module, args and kwargs of ``package.module:callable`` on the CPU, the same in every process."""
     torch.manual_seed(_SEED)
     return import_callable(spec)
 

@@ -1,13 +1,11 @@
 """Time from process start to the first training step of a plan that resumes from a saved state, without PyTorch.
 
 Usage: python -m bench.resume [--markdown] [--level N] [--cpu] [--output FILE] [MODEL], a model being NETWORK_batch_N of
-bench.models.cifar_training; writes bench/results/gpu/resume.json. Nothing else should run at the same time. --cpu uses
-the CPU target, to try the program.
+bench.models.cifar_training; writes bench/results/gpu/resume.json. --cpu tries the program on the CPU target.
 
 A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must repeat.
-seconds: from before a process starts until it has that loss; the stages are "python" until its first line, "import" of
-numpy and nimblert, "load" of the plan, "state" from the file, and "step". The processes find bytecode, as those of an
-installation do: the first one, which is not among the runs, writes what is missing.
+"seconds" runs from before a process starts until it has that loss, in the stages "python", "import", "load", "state"
+and "step". A first process, which is not counted, writes the bytecode. Nothing else should run meanwhile.
 """
 
 import argparse

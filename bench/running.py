@@ -101,7 +101,7 @@ class _File:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
-        """Jobs without figures of this commit and kind of GPU; the model that took longest last time comes first."""
+        """Return jobs without figures of this commit and kind of GPU, the model that took longest last time first."""
         left = [[job for job in jobs if not self._has(job)] for jobs in models]
         return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 0.0) for job in jobs))
 

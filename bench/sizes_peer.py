@@ -118,7 +118,7 @@ class Sizes:
     def __init__(
         self, network: Sized, path: Callable[[Sequence[int]], Path], sizes: Sequence[int], opened: ExitStack
     ) -> None:
-        """``path`` returns the path of the plan for some sizes; ``opened`` closes the executables."""
+        """Load the plans that ``path`` returns for some sizes; ``opened`` closes the executables."""
         self._network = network
         self._sizes = sizes
         self._path = path(sizes)

@@ -76,7 +76,7 @@ class Turn:
     """The figures that a measuring process prints on its standard output; all else goes to standard error."""
 
     def __init__(self, *, wait: bool) -> None:
-        """``wait``: take turns with other processes; otherwise all figures are printed as one object in the end."""
+        """Take turns with other processes if ``wait``; otherwise print all figures as one object in the end."""
         self._wait = wait
         self._reported: Result = {}
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -166,7 +166,7 @@ class _Scheduler:
     """The running processes, and the turn to measure."""
 
     def __init__(self, folder: Path, end: float) -> None:
-        """``end``: the time at which all processes are ended, by the clock of the event loop."""
+        """End all processes at the time ``end``, by the clock of the event loop."""
         self._folder = folder
         self._end = end
         self._turn = asyncio.Lock()

@@ -152,7 +152,7 @@ class _Campaign:
         return _Child(pid=pid, pipe=reader, note=note, case=case)
 
     def _work(self, number: int, note: mmap.mmap, case: Path, writer: int) -> None:
-        """The child's loop: run cases, and send their outcomes."""
+        """Run cases in the child, in a loop, and send their outcomes."""
         options = self._options
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

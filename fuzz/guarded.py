@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def _allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
-    """Bytes that end at a guard page, so they are aligned no better than their items."""
+    """Allocate bytes that end at a guard page, so they are aligned no better than their items."""
     page = mmap.PAGESIZE
     room = -(-max(nbytes, 1) // page) * page
     if room > LARGEST_NBYTES:

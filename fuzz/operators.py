@@ -55,7 +55,7 @@ class Case:
 
 @cache
 def examples() -> tuple[Case, ...]:
-    """ONNX's backend cases of one node on tensors, with their inputs."""
+    """Return ONNX's backend cases of one node on tensors, with their inputs."""
     found = []
     for case in loader.load_model_tests(kind="node"):
         (model, data) = (case.model, case.data_sets)
@@ -200,7 +200,7 @@ def _dims(rng: Rng, rank: int) -> tuple[int, ...]:
 
 
 def _array(rng: Rng, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Small values of a dtype, sometimes with hostile ones among them."""
+    """Draw small values of a dtype, sometimes with hostile ones among them."""
     stream = np.random.default_rng(rng.getrandbits(32))
     kind = numpy_dtype(dtype)
     if dtype == "bool":

@@ -66,7 +66,7 @@ def _declare(value: ValueInfoProto, name: str, tensor_type: TensorType) -> None:
 
 
 def output(index: int, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Output ``index`` of the plan, in C order."""
+    """Return the plan's output ``index``, in C order."""
     strides = layouts.dense_strides([*map(int, shape)])
     pointer = Pointer(region=Region.OUTPUT, index=index)
     return Tensor(name=name, dtype=dtype, shape=shape, strides=strides, pointer=pointer)

@@ -190,7 +190,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
         plan_cache=plan_cache,
         **unknown,
     )
-    from nimblec.compiler import compile_model  # brings in the frameworks
+    from nimblec.compiler import compile_model
 
     made = compile_model(
         model, example_inputs, kwargs, options=options, observer=_unobserved, dynamic_shapes=dynamic_shapes
@@ -244,7 +244,7 @@ def training_step(
     code reads values of tensors, or the model has a generator of its own), UnsupportedModelError if the graph does
     not compute what the optimizer does, or if a kernel draws random numbers itself.
     """
-    from nimblec.training.entries import entries  # brings in torch
+    from nimblec.training.entries import entries
 
     return entries(
         model, loss, optimizer, example_batch, clip_norm=clip_norm, accumulate=accumulate, autocast=autocast
@@ -282,7 +282,7 @@ def generate(
 
     Raises ArgumentError for an argument out of range, TraceError if torch.export refuses the model.
     """
-    from nimblec.pytorch.generation import Sampling, entries  # brings in torch
+    from nimblec.pytorch.generation import Sampling, entries
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     return entries(
@@ -303,7 +303,7 @@ def load_state(
     lacks tensors, and, with a ``scaler``, one without a scale; nothing is changed then. The state of a plan leaves out
     tensors of the model that no call writes: these stay as they are.
     """
-    from nimblec.training.load import load_state as load  # brings in torch
+    from nimblec.training.load import load_state as load
 
     load(model, state, optimizer, scaler)
 

@@ -84,7 +84,8 @@ def compile_model(
             strip(written, weights)
         if output is not None:
             written.replace(destination(output))
-        plan = read_plan(output or written)  # the mapping outlives the temporary file
+        # The mapping outlives the temporary file.
+        plan = read_plan(output or written)
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
@@ -119,7 +120,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.pytorch.handover import hand_over  # brings in torch
+            from nimblec.pytorch.handover import hand_over
 
             with stage(observer, "export"):
                 source, options, notes = hand_over(source, options, output.parent)
@@ -136,7 +137,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
 @contextmanager
 def _folder(output: Path | None) -> Iterator[Path]:
-    """A folder to build the file in, beside its final place, so that renaming it is atomic."""
+    """Yield a folder to build the file in, beside its final place, so that renaming it is atomic."""
     parent = destination(output).parent if output else None
     with ExitStack() as stack:
         try:

@@ -81,7 +81,7 @@ def _find_named(name: str | bytes) -> Source:
 
 
 def _importable(file: str, attribute: str) -> str:
-    """Advice on how to name a callable in a file."""
+    """Return advice on how to name a callable in a file."""
     path = Path(os.path.relpath(file)).with_suffix("")
     if path.parts[0] == os.pardir:
         return f"run in {path.resolve().parent} and use {path.name}:{attribute}"

@@ -29,7 +29,7 @@ _WORKER_NBYTES = 2 << 30
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """The number of workers for ``-n auto``: limited by processors, memory and the number of files.
+    """Return the number of workers for ``-n auto``: limited by processors, memory and the number of files.
 
     0 runs a single file in this process.
     """
@@ -47,7 +47,7 @@ def _available_nbytes() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option to check that shortcuts of the tests hide nothing."""
+    """Add an option to check that shortcuts of the tests hide nothing."""
     parser.addoption(
         "--as-users",
         action="store_true",
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty home folder for each process: no cache is found, none is left behind."""
+    """Yield an empty home folder for each process: no cache is found, none is left behind."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
@@ -135,13 +135,13 @@ def _warm(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def missing_gpu() -> str | None:
-    """The reason why this machine cannot run GPU tests; None if it can."""
+    """Return the reason why this machine cannot run GPU tests; None if it can."""
     return missing_gpu_capability()
 
 
 @pytest.fixture
 def nimblec(capsys: pytest.CaptureFixture[str]) -> "CommandLine":
-    """The command line."""
+    """Return the command line."""
     from command_line import CommandLine  # needed by its users alone
 
     return CommandLine(capsys)

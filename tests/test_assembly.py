@@ -30,7 +30,7 @@ def constant(*values: float, name: str = "w", kind: BufferKind = BufferKind.CONS
 
 
 def graph(code: str, *buffers: Buffer, smem: int = 0, written: int | None = None) -> Graph:
-    """One launch of a kernel "f" in a module of this code, which reads all buffers, and writes one."""
+    """Return one launch of a kernel "f" in a module of this code, which reads all buffers, and writes one."""
     kernel = Kernel(module=0, symbol="f", parameters=(Parameter(offset=0, nbytes=8),), max_dynamic_smem_nbytes=smem)
     accesses = tuple(Access(buffer=n, offset=0, nbytes=b.nbytes) for n, b in enumerate(buffers))
     work = KernelWork(

@@ -26,7 +26,7 @@ class Scaled(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor, tables: dict[str, torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:
-        """Of x (n, 3), tables["bias"] (2,), scale () to (n, 2)."""
+        """Map x (n, 3), tables["bias"] (2,) and scale () to (n, 2)."""
         return self.layer(x) * scale + tables["bias"]
 
 

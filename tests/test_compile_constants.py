@@ -27,7 +27,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def rated(tmp_path: Path) -> Path:
-    """Of x (2, 3): -x at a rate of 16000; else x without its first axis, which must then be 1; and a scaled x."""
+    """Write a model of -x at a rate of 16000, else of x without its first axis of 1; and of a scaled x."""
 
     def body(made: onnx.NodeProto) -> onnx.GraphProto:
         declared = helper.make_tensor_value_info("r", TensorProto.FLOAT, None)

@@ -197,7 +197,7 @@ def test_entries_share_a_state_on_the_gpu(model: Any, level: int) -> None:
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An ONNX model with a dimension "batch", and beside it its plan for 1 and for 3 rows."""
+    """Return an ONNX model with a dimension "batch", and beside it its plan for 1 and for 3 rows."""
     path = tmp_path_factory.mktemp("batches") / "model.onnx"
     weights = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Softmax", ["p"], ["y"])]

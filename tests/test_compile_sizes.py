@@ -265,7 +265,7 @@ def test_an_additive_mask_may_be_of_floats(tmp_path: Path, dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def rows_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plan file of `rows_model` for 1, 2 and 8 rows."""
+    """Return the plan file of `rows_model` for 1, 2 and 8 rows."""
     folder = tmp_path_factory.mktemp("rows")
     plan = nimblec.compile(rows_model(folder / "rows.onnx"), target="cpu", dims={"batch": (1, 2, 8)})
     plan.save(folder / "rows.plan")
@@ -467,7 +467,7 @@ def test_what_has_no_names_for_several_sizes_is_refused() -> None:
 
 class _OfFour(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        """A layer of four rows."""
+        """Apply a layer to four rows."""
         return super().forward(x.T)
 
 
@@ -490,7 +490,7 @@ class _Running(nn.Module):
         self.cell = nn.GRUCell(4, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each state of a loop in Python, and the last."""
+        """Return each state of a loop in Python, and the last."""
         states = [x.new_zeros(x.shape[1], 3)]
         for step in range(x.shape[0]):
             states.append(self.cell(x[step], states[-1]))
@@ -518,7 +518,7 @@ def test_size_fixed_by_code_is_exported_alone(caplog: pytest.LogCaptureFixture) 
 
 class _Top(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        """The largest three."""
+        """Return the three largest."""
         return x.topk(3, 1).values
 
 
@@ -559,7 +559,7 @@ class _OfAll(nn.Module):
         self.common = common
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         return x - self.common(ids).float()
 
 

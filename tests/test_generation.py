@@ -36,7 +36,7 @@ class Decoder(nn.Module):
                 self.register_buffer(f"{name}{layer}", torch.zeros(batch, heads, LENGTH, width // heads))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and positions (batch x steps) to logits (batch x steps x vocabulary)."""
+        """Map tokens and positions (batch x steps) to logits (batch x steps x vocabulary)."""
         x = self.token(ids) + self.place(positions)
         mask = torch.arange(LENGTH) <= positions[:, None, :, None]
         for layer, into in enumerate(self.into):

@@ -18,7 +18,7 @@ SHADOWED = ("mmap", "numpy", "onnx", "click")
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A folder whose modules leave a trace where they are imported, under names that the compiler imports."""
+    """Return a folder whose modules leave a trace where they are imported, under names that the compiler imports."""
     folder = tmp_path / "models"
     folder.mkdir()
     for name in SHADOWED:

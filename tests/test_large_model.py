@@ -73,7 +73,7 @@ np.save(sys.argv[2], y)
 
 
 def write_large_model(path: Path, layers: int) -> None:
-    """Rows of an fp16 table through pairs of fp32 matrices, all in one file of external data."""
+    """Write a model of rows of an fp16 table through pairs of fp32 matrices, all in one file of external data."""
     random = np.random.default_rng(0)
     shapes = {"table": (layers * ROWS, WIDTH)}
     for layer in range(layers):

@@ -40,7 +40,7 @@ class _StreamTimer:
 
 
 def _branches() -> Graph:
-    """One source, three branches of two tasks, one sink; the branches' buffers are large."""
+    """Return one source, three branches of two tasks, one sink; the branches' buffers are large."""
     return dataflow((), (0,), (0,), (0,), (1,), (2,), (3,), (4, 5, 6), sizes=(64, *(4096,) * 6, 64))
 
 
@@ -129,7 +129,7 @@ def test_choice_without_timer_estimates(target: Target) -> None:
 
 
 def _chains(nbytes: int) -> Graph:
-    """Three chains of 64 tasks, each of which touches twice so many bytes with as many threads as elements."""
+    """Return three chains of 64 tasks, each of which touches twice so many bytes with a thread per element."""
     graph = dataflow(*[() if n < 3 else (n - 3,) for n in range(192)], sizes=(nbytes,) * 192)
     kinds = ParameterKind.INPUT, ParameterKind.OUTPUT
     parameters = tuple(
@@ -194,7 +194,7 @@ def test_auto_tries_stream_counts() -> None:
 
 
 def _tried(graph: Graph, timer: _StreamTimer) -> set[str]:
-    """The policies tried that are named by their number of streams."""
+    """Return the policies tried that are named by their number of streams."""
     program = make_plan(graph, PROVENANCE, timer).programs[0]
     if program.schedule is None:
         return set()

@@ -32,7 +32,7 @@ class DartsNetwork(nn.Module):
     """Cells between a stem of three convolutions of stride 2 and a linear classifier; no auxiliary head."""
 
     def __init__(self, normal: Genotype, reduction: Genotype, *, channels: int = 48, cells: int = 14) -> None:
-        """``channels`` of the first cells; they double at each reduction, after a third and two thirds of ``cells``."""
+        """Build ``cells`` cells of ``channels``, which double at each reduction, after a third and two thirds."""
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, channels // 2, 3, 2, 1, bias=False),
@@ -54,7 +54,7 @@ class DartsNetwork(nn.Module):
         self.classifier = nn.Linear(self.cells.out_channels, 1000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, 224, 224) to (batch, 1000)."""
+        """Map (batch, 3, 224, 224) to (batch, 1000)."""
         x = self.stem(x)
         return self.classifier(self.cells(x, self.second_stem(x)).mean((2, 3)))
 

@@ -16,6 +16,6 @@ class _Hidden(torch.nn.Module):
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
+    """Build the model with attention as eager PyTorch runs it."""
     config = DistilBertConfig(attn_implementation="eager")
     return _Hidden(DistilBertModel(config)).eval(), (torch.randint(0, config.vocab_size, (1, 128)),)

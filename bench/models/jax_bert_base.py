@@ -26,7 +26,7 @@ _EPSILON = 1e-12
 def hidden_states(
     weights: Weights, input_ids: jax.Array, *, attention: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """(batch, tokens) to (batch, tokens, 768) and (batch, 768) (Devlin et al., 2019); no token is masked.
+    """Map (batch, tokens) to (batch, tokens, 768) and (batch, 768) (Devlin et al., 2019); no token is masked.
 
     ``attention``: by XLA's own fusions, or by cuDNN's kernel on a GPU, which takes half precision alone.
     """
@@ -66,19 +66,19 @@ def _norm(weights: Weights, name: str, x: jax.Array) -> jax.Array:
 
 
 def fp32(batch: int = 1) -> Network:
-    """Single precision."""
+    """Build the network in single precision."""
     module, (input_ids,) = bert_base.fp32(batch)
     weights = {name.removeprefix("model."): tensor.detach().numpy() for name, tensor in module.named_parameters()}
     return hidden_states, (weights, input_ids.numpy().astype(np.int32))
 
 
 def fp16(batch: int = 1) -> Network:
-    """Half precision."""
+    """Build the network in half precision."""
     function, (weights, input_ids) = fp32(batch)
     return function, ({name: array.astype(np.float16) for name, array in weights.items()}, input_ids)
 
 
 def fp16_cudnn_attention(batch: int = 1) -> Network:
-    """Half precision, attention by cuDNN."""
+    """Build the network in half precision, with attention by cuDNN."""
     function, arrays = fp16(batch)
     return partial(function, attention="cudnn"), arrays

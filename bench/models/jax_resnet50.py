@@ -25,7 +25,7 @@ _STAGES = (3, 4, 6, 3)
 
 
 def logits(weights: Weights, images: jax.Array) -> jax.Array:
-    """(batch, 224, 224, 3) to (batch, 1000) (He et al., 2016, with the stride in the 3x3 convolutions)."""
+    """Map (batch, 224, 224, 3) to (batch, 1000) (He et al., 2016, with the stride in the 3x3 convolutions)."""
     x = jax.nn.relu(_convolution(weights["conv1"], images, 2))
     window = (1, 3, 3, 1)
     x = lax.reduce_window(x, -jnp.inf, lax.max, window, (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -55,7 +55,7 @@ def _convolution(weights: tuple[np.ndarray, np.ndarray], x: jax.Array, stride: i
 
 
 def folded(module: nn.Module) -> Weights:
-    """The convolutions of a torch module, each with the batch norm that follows it in the order of registration."""
+    """Return the convolutions of a torch module, each with the batch norm registered after it folded in."""
     weights: Weights = {}
     convolution: tuple[str, nn.Conv2d] | None = None
     for name, part in module.named_modules():
@@ -79,13 +79,13 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def fp32(batch: int = 1) -> Network:
-    """Single precision."""
+    """Build the network in single precision."""
     module, _ = resnet50.fp32()
     images = torch.randn(batch, 3, 224, 224)
     return logits, (folded(module), _numpy(images.permute(0, 2, 3, 1)))
 
 
 def fp16(batch: int = 1) -> Network:
-    """Half precision."""
+    """Build the network in half precision."""
     function, arrays = fp32(batch)
     return function, jax.tree.map(lambda array: array.astype(np.float16), arrays)

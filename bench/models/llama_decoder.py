@@ -50,7 +50,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Normalise (..., width)."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.weight * normed.to(x.dtype)
@@ -80,21 +80,21 @@ class Attention(nn.Module):
         return _turned(query, turns), _turned(key, turns), value
 
     def forward(self, x: Tensor, position: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """(1, 1, width) to the same; writes key and value of the token at ``position``."""
+        """Map (1, 1, width) to the same; write key and value of the token at ``position``."""
         query, key, value = self.rows(x, turns)
         self.keys.index_copy_(2, position, key)
         self.values.index_copy_(2, position, value)
         return self.attended(query, self.keys, self.values, seen)
 
     def attended(self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """Attention of the query to the keys that are ``seen``, projected."""
+        """Return the attention of the query to the keys that are ``seen``, projected."""
         found = scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True)
         result: Tensor = self.outside(found.transpose(1, 2).reshape(1, 1, self.shape.width))
         return result
 
 
 def _turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding: pairs from both halves of a head, rotated by the position's angles."""
+    """Apply rotary embedding: rotate pairs from both halves of a head by the position's angles."""
     cos, sin = turns
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
@@ -111,7 +111,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(shape.wide, shape.width, bias=False)
 
     def forward(self, x: Tensor, position: Tensor, turns: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-        """(1, 1, width) to the same; writes the token's keys and values."""
+        """Map (1, 1, width) to the same; write the token's keys and values."""
         return self.product(x + self.attention(self.before(x), position, turns, seen))
 
     def product(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        """Writes the token's keys and values."""
+        """Return the logits of the next token; write this token's keys and values."""
         x, turns = self.begun(token, position)
         seen = torch.arange(self.shape.length, device=position.device) <= position[:, None]
         for layer in self.layers:
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return self.tokens(token)[None], (self.cos[position], self.sin[position])
 
     def ended(self, x: Tensor) -> Tensor:
-        """(1, 1, width) to logits (1, vocabulary)."""
+        """Map (1, 1, width) to logits (1, vocabulary)."""
         logits: Tensor = self.next(self.norm(x))[0]
         return logits
 
@@ -184,7 +184,7 @@ class GivenCache(nn.Module):
         self.decoder = decoder
 
     def forward(self, token: Tensor, position: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and rows."""
+        """Return the logits and the rows."""
         x, turns = self.decoder.begun(token, position)
         before = torch.arange(cache.shape[2], device=position.device) < position[:, None]
         seen = torch.cat((before, torch.ones_like(before[:, :1])), 1)

@@ -17,7 +17,7 @@ class NASNetAMobile(NASNetALarge):
             delattr(self, name)
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, 224, 224) to (batch, 1056, 7, 7)."""
+        """Map (batch, 3, 224, 224) to (batch, 1056, 7, 7)."""
         stem = self.conv0(x)
         before = self.cell_stem_0(stem)
         now = self.cell_stem_1(stem, before)

@@ -23,7 +23,7 @@ class Genotype:
 
 
 def _rectified(*convolutions: nn.Conv2d) -> nn.Sequential:
-    """ReLU, convolutions, batch norm."""
+    """Chain a ReLU, convolutions, and a batch norm."""
     channels = convolutions[-1].out_channels
     return nn.Sequential(nn.ReLU(), *convolutions, nn.BatchNorm2d(channels))
 
@@ -38,7 +38,7 @@ def _pointwise(channels: int, out_channels: int) -> nn.Conv2d:
 
 
 def _separable(size: int) -> Callable[[int, int], nn.Module]:
-    """Depthwise and pointwise, twice; as in NASNet, only the first has the stride."""
+    """Return a builder of two depthwise separable convolutions; as in NASNet, only the first has the stride."""
     return lambda channels, stride: nn.Sequential(
         _rectified(_depthwise(channels, size, stride), _pointwise(channels, channels)),
         _rectified(_depthwise(channels, size, 1), _pointwise(channels, channels)),
@@ -78,7 +78,7 @@ class FactorizedReduce(nn.Module):
         self.norm = nn.BatchNorm2d(out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) to (batch, out_channels, ceil(height / 2), ceil(width / 2))."""
+        """Map (batch, channels, height, width) to (batch, out_channels, ceil(height / 2), ceil(width / 2))."""
         x = functional.relu(x)
         shifted = functional.pad(x[:, :, 1:, 1:], (0, x.shape[3] % 2, 0, x.shape[2] % 2))
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))
@@ -96,7 +96,7 @@ class Cell(nn.Module):
         reduces: bool,
         shrinks_first: bool,
     ) -> None:
-        """``in_channels`` are those of states 0 and 1; ``shrinks_first``: state 0 is twice the size of state 1."""
+        """Take the ``in_channels`` of states 0 and 1; if ``shrinks_first``, state 0 is twice the size of state 1."""
         super().__init__()
         first, second = in_channels
         self.first = FactorizedReduce(first, channels) if shrinks_first else _rectified(_pointwise(first, channels))
@@ -123,7 +123,7 @@ class Cells(nn.ModuleList):
     def __init__(
         self, made_of: Iterable[tuple[Genotype, int, bool]], in_channels: tuple[int, int], *, shrinks_first: bool
     ) -> None:
-        """``made_of``: genotype, channels, and whether it is a reduction cell; the rest is as of the first `Cell`."""
+        """Build a `Cell` from each (genotype, channels, whether it reduces); the rest is as of the first `Cell`."""
         super().__init__()
         before, now = in_channels
         for genotype, channels, reduces in made_of:

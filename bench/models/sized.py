@@ -34,7 +34,7 @@ class Sized:
         return program, str(name)
 
     def draw(self, size: int, seed: int) -> list[Tensor]:
-        """Arguments of another size: images are channels last, masks keep everything."""
+        """Draw arguments of another size: images are channels last, masks keep everything."""
         generator = torch.Generator().manual_seed(seed)
 
         def one(position: int, like: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class Sized:
 
 
 def resnet50() -> Sized:
-    """ResNet-50 (torchvision) in half precision, channels last: any batch up to 64."""
+    """Build ResNet-50 (torchvision) in half precision, channels last, for any batch up to 64."""
     import torchvision
 
     module, args = channels_last(torchvision.models.resnet50().eval(), torch.randn(2, 3, 224, 224))
@@ -57,7 +57,7 @@ def resnet50() -> Sized:
 
 
 def bert_base(layers: int = 12) -> Sized:
-    """BERT-base (transformers) in half precision: any length up to 512."""
+    """Build BERT-base (transformers) in half precision, for any length up to 512."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(num_hidden_layers=layers)

@@ -16,7 +16,7 @@ class _Logits(torch.nn.Module):
 
 
 def fp32() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """As eager PyTorch runs it."""
+    """Build the model with attention as eager PyTorch runs it."""
     config = T5Config(d_model=256, d_kv=32, d_ff=512, num_layers=2, num_heads=8, vocab_size=1000, use_cache=False)
     tokens, encoded = torch.randint(0, config.vocab_size, (1, 1)), torch.randn(1, 16, config.d_model)
     return _Logits(T5ForConditionalGeneration(config)).eval(), (tokens, encoded)

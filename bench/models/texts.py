@@ -10,7 +10,7 @@ class Outputs(nn.Module):
     """A network of transformers that returns the outputs of these names: a plan returns tensors."""
 
     def __init__(self, model: nn.Module, *names: str, **given: Any) -> None:
-        """``given``: more arguments of the network."""
+        """Wrap a network, which also gets the arguments ``given``."""
         super().__init__()
         self.model, self._names, self._given = model, names, given
 

@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, tokens, width) to the same."""
+        """Map (n, tokens, width) to the same."""
         for norm, part in zip(self.norms, (self._attended, self._product), strict=True):
             x = x + part(norm(x)) if self.causal else norm(x + part(x))
         return x
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores of each token (n, tokens, classes) if ``causal``, else of the text (n, classes), from its first token."""
+    """A transformer that scores each token (n, tokens, classes) if ``causal``, else the text (n, classes)."""
 
     def __init__(
         self, *, vocabulary: int, tokens: int, width: int, heads: int, dropout: float, classes: int, causal: bool
@@ -74,14 +74,14 @@ class Transformer(nn.Module):
         self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of (n, tokens) token ids."""
+        """Score (n, tokens) token ids."""
         x = self.norm(self.blocks(self.dropout(self.words(tokens) + self.positions)))
         result: Tensor = self.scores(x if self.causal else x[:, 0])
         return result
 
 
 def loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over the last axis."""
+    """Return the cross entropy over the last axis."""
     return functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
 
 
@@ -142,7 +142,7 @@ def parts(network: str) -> tuple[nn.Module, Callable[[int], Batch]]:
 
 
 def optimizer(network: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with a plan's kernels: others of SGD round differently, others of AdamW read from the host."""
+    """Return an optimizer with a plan's kernels: other SGD rounds differently, other AdamW reads from the host."""
     made = NETWORKS[network][1]
     parameters, rate = list(model.parameters()), _RATES[made]
     if made is torch.optim.SGD:

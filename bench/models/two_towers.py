@@ -22,5 +22,5 @@ class TwoTowers(nn.Module):
 
 
 def fp16() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Half precision."""
+    """Build the model in half precision."""
     return TwoTowers().eval().half(), (torch.randn(1, 3, 224, 224).half(), torch.randint(0, 8192, (1, 64)))

@@ -9,7 +9,7 @@ _WIDTHS = (64, 128, 256, 512, 1024)
 
 
 def _block(channels: int, width: int) -> nn.Sequential:
-    """Two 3x3 convolutions, each with batch norm and ReLU; the image keeps its size."""
+    """Chain two 3x3 convolutions, each with batch norm and ReLU; the image keeps its size."""
     layers: list[nn.Module] = []
     for source in (channels, width):
         layers += [nn.Conv2d(source, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
@@ -28,7 +28,7 @@ class UNet(nn.Module):
         self.classify = nn.Conv2d(_WIDTHS[0], classes, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, height, width) to (batch, classes, height, width); the sides are multiples of 16."""
+        """Map (batch, 3, height, width) to (batch, classes, height, width); the sides are multiples of 16."""
         kept = [self.down[0](image)]
         for block in self.down[1:]:
             kept.append(block(nn.functional.max_pool2d(kept[-1], 2)))

@@ -11,7 +11,7 @@ _NUMBERS = ("float32", "float32", "float16", "float64", "int32", "int64")
 
 
 def identities(d: Draft) -> str:
-    """Operations by 0, 1 or the same number twice, whose constants may add a dimension."""
+    """Draw operations by 0, 1 or the same number twice, whose constants may add a dimension."""
     dtype = d.any_of(*_NUMBERS)
     x = d.take(dtype)
     for _ in range(d.any_of(1, 1, 2, 3)):
@@ -27,7 +27,7 @@ def identities(d: Draft) -> str:
 
 
 def integer_division(d: Draft) -> str:
-    """1 / n * y and its relatives, in integers and in floats."""
+    """Draw 1 / n * y and its relatives, in integers and in floats."""
     dtype = d.any_of("int32", "int64", "int32", "int64", "float32", "float16")
     shape = d.shape(d.any_of(1, 2))
     kind = "divisor"
@@ -49,7 +49,7 @@ def integer_division(d: Draft) -> str:
 
 
 def modulo(d: Draft) -> str:
-    """Remainders of both signs, and the same by Div, Mul and Sub."""
+    """Draw remainders of both signs, and the same by Div, Mul and Sub."""
     dtype = d.any_of("int32", "int64", "int8", "float32", "float16")
     x = d.take(dtype)
     constant = d.scalar(d.any_of(1, 2, 3, -3, 7), dtype)
@@ -59,7 +59,7 @@ def modulo(d: Draft) -> str:
 
 
 def powers(d: Draft) -> str:
-    """Pow, Sqrt, Reciprocal and Div in place of one another."""
+    """Draw Pow, Sqrt, Reciprocal and Div in place of one another."""
     dtype = d.any_of("float32", "float32", "float64", "float16", "int32", "int64")
     x = d.take(dtype)
     is_float = dtype.startswith("float")
@@ -85,7 +85,7 @@ def powers(d: Draft) -> str:
 
 
 def casts(d: Draft) -> str:
-    """Casts there and back, islands of another type, casts that change nothing."""
+    """Draw casts there and back, islands of another type, casts that change nothing."""
     dtype = d.any_of("float32", "float32", "float16", "float64", "int32", "int64", "int8", "uint8", "bool")
     x = d.take(dtype)
     floats = ("float32", "float16", "float64")
@@ -104,7 +104,7 @@ def casts(d: Draft) -> str:
 
 
 def conditions(d: Draft) -> str:
-    """Where, Not and comparisons, nested and broadcast."""
+    """Draw Where, Not and comparisons, nested and broadcast."""
     shape = d.shape(d.any_of(1, 2, 3))
     dtype = d.any_of("float32", "float32", "int64", "int32", "float16")
     x = d.take(dtype, shape=shape)
@@ -132,7 +132,7 @@ def conditions(d: Draft) -> str:
 
 
 def clips(d: Draft) -> str:
-    """Relu, Clip, Min and Max over one another."""
+    """Draw Relu, Clip, Min and Max over one another."""
     dtype = d.any_of("float32", "float32", "float32", "float16", "float64", "int32", "int8")
     x = d.take(dtype)
     for _ in range(d.any_of(1, 2, 2, 3)):
@@ -149,7 +149,7 @@ def clips(d: Draft) -> str:
 
 
 def hard_activations(d: Draft) -> str:
-    """HardSigmoid and HardSwish, as operators and by nodes; Mish and Softplus."""
+    """Draw HardSigmoid and HardSwish, as operators and by nodes; Mish and Softplus."""
     dtype = d.any_of("float32", "float32", "float32", "float16")
     x = d.take(dtype)
     form = d.rng.randrange(6)
@@ -187,7 +187,7 @@ def gelu(d: Draft) -> str:
 
 
 def fast_gelu(d: Draft) -> str:
-    """GELU by tanh, in the forms of several exporters."""
+    """Draw GELU by tanh, in the forms of several exporters."""
     dtype = d.choose("float32", "float16")
     x = _biased(d, dtype)
     factor, root = (d.scalar(d.choose(*values), dtype) for values in ((0.044715, 0.05), (math.sqrt(2 / math.pi), 0.8)))
@@ -205,7 +205,7 @@ def fast_gelu(d: Draft) -> str:
 
 
 def quick_gelu(d: Draft) -> str:
-    """Sigmoid in GELU and SwiGLU: x * sigmoid(alpha * x); and the operators Gelu and Swish."""
+    """Draw the sigmoid of GELU and SwiGLU, x * sigmoid(alpha * x); and the operators Gelu and Swish."""
     dtype = d.choose("float32", "float16", "float64")
     if d.chance(0.3):
         x = d.take(dtype, shape=(2, 3, 8))
@@ -230,7 +230,7 @@ def _biased(d: Draft, dtype: str) -> str:
 
 
 def bias_softmax(d: Draft) -> str:
-    """Softmax of a masked sum, over any axis."""
+    """Draw a softmax of a masked sum, over any axis."""
     dtype = d.choose("float32", "float16", "float64")
     rank = d.any_of(2, 3, 4, 4)
     x = d.take(dtype, rank=rank)
@@ -243,7 +243,7 @@ def bias_softmax(d: Draft) -> str:
 
 
 def dropouts(d: Draft) -> str:
-    """Dropout and Identity that do nothing, with masks, biases and residuals."""
+    """Draw Dropout and Identity that do nothing, with masks, biases and residuals."""
     dtype = d.choose("float32", "float16")
     x = d.take(dtype, rank=d.any_of(2, 3))
     shape = d.shape_of(x)
@@ -261,7 +261,7 @@ def dropouts(d: Draft) -> str:
 
 
 def constants(d: Draft) -> str:
-    """Subgraphs of constants and of shapes."""
+    """Draw subgraphs of constants and of shapes."""
     dtype = d.any_of("float32", "int64", "int32", "float16", "bool")
     x = d.take("float32" if dtype == "bool" else dtype)
     shape = d.shape_of(x)
@@ -312,7 +312,7 @@ def branches(d: Draft) -> str:
 
 
 def labels(d: Draft) -> str:
-    """Label encoders one after the other."""
+    """Draw label encoders one after the other."""
     x = d.take("int64", rank=d.any_of(1, 2))
     for _ in range(d.any_of(1, 2, 2)):
         keys = list(range(d.any_of(-2, 0), 5))

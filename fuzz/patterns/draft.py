@@ -47,7 +47,7 @@ class Draft:
     """
 
     def __init__(self, rng: Random, opset: int, boldness: float, prefix: str = "") -> None:
-        """``boldness`` is the probability that `choose` departs from what an optimiser looks for.
+        """Take ``boldness``, the probability that `choose` departs from what an optimiser looks for.
 
         Names begin with the ``prefix``.
         """

@@ -15,7 +15,7 @@ _END = (1 << 63) - 1
 
 
 def reductions(d: Draft) -> str:
-    """Reductions in a row, over given, negative, all or no axes."""
+    """Draw reductions in a row, over given, negative, all or no axes."""
     dtype = d.any_of(*_DTYPES)
     x = d.take(dtype, rank=d.any_of(2, 3, 4))
     operators = ["ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare", "ReduceL1", "ReduceMean"]
@@ -44,7 +44,7 @@ def reductions(d: Draft) -> str:
 
 
 def arg_reductions(d: Draft) -> str:
-    """ArgMax, ArgMin, TopK and CumSum."""
+    """Draw ArgMax, ArgMin, TopK and CumSum."""
     x = d.take(d.any_of("float32", "int32", "int64"), rank=d.any_of(2, 3))
     axis = d.any_of(-1, 0, 1)
     form = d.rng.randrange(4)
@@ -59,7 +59,7 @@ def arg_reductions(d: Draft) -> str:
 
 
 def shapes(d: Draft) -> str:
-    """Reshape, Flatten, Squeeze and Unsqueeze in a row."""
+    """Draw Reshape, Flatten, Squeeze and Unsqueeze in a row."""
     x = d.take(d.any_of(*_DTYPES))
     for _ in range(d.any_of(1, 2, 3, 3)):
         shape = d.shape_of(x)
@@ -90,7 +90,7 @@ def shapes(d: Draft) -> str:
 
 
 def computed_shapes(d: Draft) -> str:
-    """Reshape to a shape that is put together from dimensions."""
+    """Draw a Reshape to a shape that is put together from dimensions."""
     x = d.take("float32", rank=d.any_of(3, 4))
     shape = d.shape_of(x)
     rank = len(shape)
@@ -141,7 +141,7 @@ def _moved(d: Draft, x: str, dtype: str) -> str:
 
 
 def transposes(d: Draft) -> str:
-    """Transposes pushed through operators, which cancel out or do not."""
+    """Draw transposes pushed through operators, which cancel out or do not."""
     dtype = d.choose("float32", "int64", "float16")
     rank = d.any_of(2, 3, 4, 4)
     x = d.take(dtype, rank=rank)
@@ -159,7 +159,7 @@ def transposes(d: Draft) -> str:
 
 
 def images(d: Draft) -> str:
-    """Transposes of images around pooling, Resize, DepthToSpace and the like."""
+    """Draw transposes of images around pooling, Resize, DepthToSpace and the like."""
     x = d.take("float32", shape=(1, 4, 6, 4))
     y = d.node("Transpose", x, perm=d.choose([0, 3, 1, 2], [0, 2, 3, 1]))
     makers: list[Callable[[str], str]] = [
@@ -182,7 +182,7 @@ def images(d: Draft) -> str:
 
 
 def slices(d: Draft) -> str:
-    """Slices that take all, nothing less, or from the end; one after the other."""
+    """Draw slices that take all, nothing, less, or from the end; one after the other."""
     x = d.take(d.any_of(*_DTYPES), rank=d.any_of(2, 3))
     for _ in range(d.any_of(1, 2, 2)):
         shape = d.shape_of(x)
@@ -205,7 +205,7 @@ def slices(d: Draft) -> str:
 
 
 def gathers(d: Draft) -> str:
-    """Gathers of constant indices: in a row, side by side, as slices."""
+    """Draw gathers of constant indices: in a row, side by side, as slices."""
     x = d.take(d.any_of(*_DTYPES), shape=d.any_of((3, 4), (2, 3, 4), (4, 3)))
     shape = d.shape_of(x)
     axis = d.rng.randrange(-len(shape), len(shape))
@@ -230,7 +230,7 @@ def gathers(d: Draft) -> str:
 
 
 def splits(d: Draft) -> str:
-    """Split and Concat, in order or not."""
+    """Draw Split and Concat, in order or not."""
     x = d.take(d.any_of(*_DTYPES), shape=d.any_of((4, 6), (2, 4, 6)))
     axis = d.any_of(-1, 0, 1)
     size = d.shape_of(x)[axis]
@@ -243,7 +243,7 @@ def splits(d: Draft) -> str:
 
 
 def expansions(d: Draft) -> str:
-    """Expand, Tile, Pad and Concat that change nothing, or little."""
+    """Draw Expand, Tile, Pad and Concat that change nothing, or little."""
     dtype = d.any_of(*_DTYPES)
     x = d.take(dtype, rank=d.any_of(1, 2, 3))
     for _ in range(d.any_of(1, 2)):
@@ -266,7 +266,7 @@ def expansions(d: Draft) -> str:
 
 
 def repeated(d: Draft) -> str:
-    """Equal nodes of equal and of nearly equal constants and attributes."""
+    """Draw equal nodes of equal and of nearly equal constants and attributes."""
     dtype = d.any_of("float32", "float16", "int64")
     x = d.take(dtype, rank=2)
     shape = d.shape_of(x)

@@ -9,7 +9,7 @@ from fuzz.patterns.draft import Draft, Shape
 
 
 def layer_norm(d: Draft) -> str:
-    """LayerNorm by nodes: any order, exponent and place of eps; a scale that may widen the result."""
+    """Draw a LayerNorm by nodes: any order, exponent and place of eps; a scale that may widen the result."""
     dtype = d.choose("float32", "float16", "float64")
     x = d.take(dtype, rank=d.any_of(2, 3, 3))
     x, inner = _island(d, x, dtype)
@@ -31,7 +31,7 @@ def layer_norm(d: Draft) -> str:
 
 
 def rms_norm(d: Draft) -> str:
-    """RMSNorm by nodes."""
+    """Draw an RMSNorm by nodes."""
     dtype = d.choose("float32", "float16", "float64")
     x = d.take(dtype, rank=d.any_of(2, 3, 3))
     x, inner = _island(d, x, dtype)
@@ -97,7 +97,7 @@ def _scaled(d: Draft, x: str, shape: Shape, axes: Sequence[int], dtype: str, inn
 
 
 def skip_layer_norm(d: Draft) -> str:
-    """LayerNormalization of one or two sums, of which one may be a bias."""
+    """Draw a LayerNormalization of one or two sums, of which one may be a bias."""
     dtype = d.choose("float32", "float16", "float64")
     shape = d.any_of((2, 3, 8), (1, 4, 8), (2, 4, 16), (3, 8))
     x = d.take(dtype, shape=shape)
@@ -111,7 +111,7 @@ def skip_layer_norm(d: Draft) -> str:
 
 
 def normalized(d: Draft, x: str, shape: Shape, dtype: str) -> str:
-    """LayerNormalization as an operator, or by nodes where the opset lacks it."""
+    """Apply LayerNormalization as an operator, or by nodes where the opset lacks it."""
     scale, bias = d.constant(d.normal(shape[-1:]) + 1, dtype), d.weights(shape[-1:], dtype)
     eps = d.choose(1e-5, 1e-3, 0.1)
     if d.chance(0.7):  # ONNX Runtime has it in opsets before 17, too
@@ -127,7 +127,7 @@ def normalized(d: Draft, x: str, shape: Shape, dtype: str) -> str:
 
 
 def embed_layer_norm(d: Draft) -> str:
-    """Embeddings of words, places and segments, their sum and its LayerNorm."""
+    """Draw embeddings of words, places and segments, their sum and its LayerNorm."""
     batch, length, width = d.any_of(1, 2), 4, 8
     dtype = d.choose("float32", "float16")
     kind = d.any_of("int64", "int32")
@@ -149,7 +149,7 @@ def embed_layer_norm(d: Draft) -> str:
 
 
 def group_norm(d: Draft) -> str:
-    """Group and instance norms: Reshape, InstanceNormalization, Reshape, scale, bias; or by nodes."""
+    """Draw group and instance norms: Reshape, InstanceNormalization, Reshape, scale, bias; or by nodes."""
     batch, channels, side = d.any_of(1, 2), d.any_of(4, 8), d.any_of(2, 4)
     x = d.take("float32", shape=(batch, channels, side, side))
     groups = d.choose(2, 1, channels)
@@ -175,7 +175,7 @@ def group_norm(d: Draft) -> str:
 
 
 def batch_norm(d: Draft) -> str:
-    """BatchNormalization alone, after Reshape or Transpose, or by nodes."""
+    """Draw BatchNormalization alone, after Reshape or Transpose, or by nodes."""
     channels = d.any_of(1, 3, 4)
     shape = d.choose((2, channels, 4, 4), (2, channels), (2, channels, 5))
     dtype = d.choose("float32", "float64")
@@ -192,14 +192,14 @@ def batch_norm(d: Draft) -> str:
 
 
 def batch_normalization(d: Draft, x: str, channels: int, dtype: str = "float32") -> str:
-    """BatchNormalization of ``x``."""
+    """Apply BatchNormalization to ``x``."""
     scale, bias, mean = (d.weights((channels,), dtype) for _ in range(3))
     variance = d.constant(np.abs(d.normal((channels,))) + 0.1, dtype)
     return d.node("BatchNormalization", x, scale, bias, mean, variance, epsilon=d.choose(1e-5, 0.1))
 
 
 def operator_norms(d: Draft) -> str:
-    """Norms that are operators, with scales and biases around them."""
+    """Draw norms that are operators, with scales and biases around them."""
     dtype = d.choose("float32", "float16")
     form = d.rng.randrange(4)
     if form == 0 and d.opset >= 17:

@@ -29,7 +29,7 @@ def activation(d: Draft, x: str, dtype: str = "float32") -> str:
 
 
 def matmul_add(d: Draft) -> str:
-    """MatMul with a bias, before and after other shapes."""
+    """Draw a MatMul with a bias, before and after other shapes."""
     dtype = d.choose(*_FLOATS)
     x = d.take(dtype, rank=d.any_of(2, 2, 3))
     shape = d.shape_of(x)
@@ -46,7 +46,7 @@ def matmul_add(d: Draft) -> str:
 
 
 def gemm(d: Draft) -> str:
-    """Gemm with its factors, transposes around it, sums and activations after it."""
+    """Draw a Gemm with its factors, transposes around it, sums and activations after it."""
     dtype = d.choose("float32", "float64", "float16")
     rows, inner, columns = d.any_of(1, 2, 4), d.any_of(1, 3, 8), d.any_of(1, 2, 5)
     a, b = d.chance(0.3), d.chance(0.3)
@@ -69,7 +69,7 @@ def gemm(d: Draft) -> str:
 
 
 def matmul_transpose(d: Draft) -> str:
-    """MatMul of transposed operands, with casts and scales around it."""
+    """Draw a MatMul of transposed operands, with casts and scales around it."""
     dtype = d.any_of("float32", "float32", *_FLOATS)
     batch: Shape = d.any_of((), (2,), (2, 3))
     rows, inner, columns = d.any_of(1, 2, 4), d.any_of(2, 3), d.any_of(1, 2, 5)
@@ -108,7 +108,7 @@ def _by_scale(d: Draft, x: str, dtype: str) -> str:
 
 
 def matmul_norm(d: Draft) -> str:
-    """MatMul, Reshape and Transpose, and BatchNormalization."""
+    """Draw MatMul, Reshape and Transpose, and BatchNormalization."""
     rows, inner, columns = 4, d.any_of(2, 3), d.any_of(2, 5)
     x = d.take("float32", shape=(rows, inner))
     y = d.node("MatMul", x, d.weights((inner, columns)))
@@ -121,7 +121,7 @@ def matmul_norm(d: Draft) -> str:
 
 
 def attention(d: Draft) -> str:
-    """Attention of some heads, after a LayerNorm or not."""
+    """Draw attention of some heads, after a LayerNorm or not."""
     shape = (d.any_of(1, 2), d.any_of(2, 4), d.any_of(4, 8))
     dtype = d.choose("float32", "float16")
     x = d.take(dtype, shape=shape)
@@ -129,14 +129,14 @@ def attention(d: Draft) -> str:
 
 
 def embedded_attention(d: Draft) -> str:
-    """Attention of embeddings and their LayerNorm."""
+    """Draw attention of embeddings and their LayerNorm."""
     x = embed_layer_norm(d)
     dtype, shape = d.type_of(x)
     return attend(d, x, shape, dtype)
 
 
 def attend(d: Draft, x: str, shape: Shape, dtype: str) -> str:
-    """Projections, scores, a mask, softmax, values, the projection back, and the residual."""
+    """Attend: projections, scores, a mask, softmax, values, the projection back, and the residual."""
     batch, length, width = shape
     is_bert = d.chance(0.6)
     joined = d.node if is_bert and not d.boldly() else d.swapped
@@ -180,7 +180,7 @@ def attend(d: Draft, x: str, shape: Shape, dtype: str) -> str:
 
 
 def _masked(d: Draft, scores: str, sizes: tuple[int, int, int], dtype: str, form: int) -> str:
-    """Scores with a mask: (1 - mask) * -10000, a sum, a causal Where, or none."""
+    """Mask scores by (1 - mask) * -10000, a sum, a causal Where, or not at all."""
     batch, heads, length = sizes
     if form == 0:
         mask = d.input(d.any_of("int64", "int32"), (batch, length), "bit")
@@ -290,7 +290,7 @@ def _pooled(d: Draft, x: str) -> str:
 
 
 def pad_pool(d: Draft) -> str:
-    """Pad and a pooling that could take it over."""
+    """Draw a Pad and a pooling that could take it over."""
     x = d.take("float32", shape=(1, d.any_of(2, 8), 4, 6))
     x, _ = _padded(d, x, 2)
     if d.boldly():
@@ -299,7 +299,7 @@ def pad_pool(d: Draft) -> str:
 
 
 def conv_transpose(d: Draft) -> str:
-    """ConvTranspose with norm, Add and activation after it."""
+    """Draw a ConvTranspose with norm, Add and activation after it."""
     inside, outside = d.any_of(2, 4), d.any_of(2, 4)
     x = d.take("float32", shape=(1, inside, 4, 4))
     y = d.node(
@@ -315,7 +315,7 @@ def conv_transpose(d: Draft) -> str:
 
 
 def focus(d: Draft) -> str:
-    """Slices of every second row and column, their concatenation, and a convolution."""
+    """Draw slices of every second row and column, their concatenation, and a convolution."""
     channels = d.any_of(1, 3)
     x = d.take("float32", shape=(1, channels, 4, 6))
     starts = [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -331,7 +331,7 @@ def focus(d: Draft) -> str:
 
 
 def einsum(d: Draft) -> str:
-    """Einsum and the operators that it stands for."""
+    """Draw an Einsum and the operators that it stands for."""
     x = d.take("float32", shape=(2, 3, 4))
     equation = d.any_of("bij,bjk->bik", "bij,jk->bik", "bij,bik->bjk", "bij->bji", "bij->bi")
     shapes = {"bij,bjk->bik": (2, 4, 5), "bij,jk->bik": (4, 5), "bij,bik->bjk": (2, 3, 5)}

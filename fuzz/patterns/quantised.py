@@ -172,7 +172,7 @@ def _bias(d: Draft, size: int, x_scale: float, scales: Any) -> str:
 
 
 def qdq_product(d: Draft) -> str:
-    """Gemm, MatMul, Conv and ConvTranspose between pairs, with a quantised weight and bias."""
+    """Draw Gemm, MatMul, Conv and ConvTranspose between pairs, with a quantised weight and bias."""
     dtype, weight_dtype = d.choose("uint8", "int8"), d.choose("int8", "uint8")
     form = d.any_of("Gemm", "Gemm", "MatMul", "Conv", "Conv")
     if form == "Conv":
@@ -201,7 +201,7 @@ def qdq_product(d: Draft) -> str:
 
 
 def weight_only(d: Draft) -> str:
-    """MatMul, Gemm or Gather of a weight that alone is quantised: per tensor, per axis or in blocks."""
+    """Draw MatMul, Gemm or Gather of a weight that alone is quantised: per tensor, per axis or in blocks."""
     four_bits = d.opset >= 21 and d.chance(0.5)
     inner, columns = d.any_of((16, 3), (32, 4), (64, 8), (128, 16))
     form = d.any_of("MatMul", "MatMul", "MatMul", "Gemm", "Gather", "Transpose")
@@ -242,7 +242,7 @@ def _packed(d: Draft, dtype: str, values: np.ndarray) -> str:
 
 
 def double_pairs(d: Draft) -> str:
-    """Pair after pair, with equal or different schemes, and with movements of data between."""
+    """Draw pair after pair, with equal or different schemes, and with movements of data between."""
     dtype = _dtype(d)
     scheme = Scheme(d, dtype)
     x = d.take("float32", rank=d.any_of(2, 3))
@@ -266,7 +266,7 @@ def double_pairs(d: Draft) -> str:
 
 
 def moved_pairs(d: Draft) -> str:
-    """Transpose, Reshape and the like next to a pair, also of an int32 constant."""
+    """Draw Transpose, Reshape and the like next to a pair, also of an int32 constant."""
     if d.chance(0.25):
         values = d.fixed(d.integers(-999, 999, (4, 6)), "int32")
         y = d.node("DequantizeLinear", values, d.fixed(0.01, "float32"))
@@ -291,7 +291,7 @@ def moved_pairs(d: Draft) -> str:
 
 
 def clipped_pairs(d: Draft) -> str:
-    """Relu or Clip before a pair whose range clips alike, or a little less or more."""
+    """Draw Relu or Clip before a pair whose range clips alike, or a little less or more."""
     dtype = str(d.any_of("uint8", "int8"))
     low, high = _LIMITS[dtype]
     zero = d.any_of(low, low, 0, (low + high) // 2)
@@ -305,7 +305,7 @@ def clipped_pairs(d: Draft) -> str:
 
 
 def integer_products(d: Draft) -> str:
-    """DynamicQuantizeLinear, MatMulInteger and ConvInteger, with Cast and Mul behind them."""
+    """Draw DynamicQuantizeLinear, MatMulInteger and ConvInteger, with Cast and Mul behind them."""
     inner, columns = d.any_of(4, 8), d.any_of(2, 5)
     x = d.take("float32", shape=d.any_of((3, inner), (2, 3, inner)))
     dtype = d.choose("int8", "uint8")

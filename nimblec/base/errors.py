@@ -53,7 +53,8 @@ def user_code(what: str, *also: type[BaseException]) -> Iterator[None]:
         yield
     except CompileError:
         raise
-    except caught as exc:  # it may raise anything, and the user needs to see it
+    except caught as exc:
+        # The user's code may raise anything, and its message must reach the user.
         first = root_cause(exc)
         where = f"{line} raised " if (line := users_line(first)) else ""
         said = f": {line}" if (line := first_line(first)) else ""

@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def processor_count() -> int:
-    """How many processors this process may use: a container or `taskset` allows some of them."""
+    """Return how many processors this process may use: a container or `taskset` allows some of them."""
     return len(os.sched_getaffinity(0))
 
 
@@ -36,7 +36,7 @@ def module_command(name: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which another Python finds the packages of this installation."""
+    """Return this process's environment, extended so that another Python finds the packages of this installation."""
     roots = dict.fromkeys(str(folder.parent) for folder in package_folders())
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # "": the current folder
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *inherited])}

@@ -19,5 +19,6 @@ def _is_the_program() -> bool:
     return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "nimblec"
 
 
-if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:  # if nimblec is there, it is needed
+# A folder that holds nimblec itself stays on the path.
+if _is_the_program() and not sys.flags.safe_path and sys.path[0] != _ROOT:
     del sys.path[0]

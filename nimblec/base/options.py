@@ -152,7 +152,7 @@ def read_options(**given: Any) -> Options:
 
 
 def read_spec(text: str) -> InputSpec | NamedInput:
-    """``NAME:SHAPE[:DTYPE]``, read from the right, since a name may contain colons.
+    """Parse ``NAME:SHAPE[:DTYPE]`` from the right, since a name may contain colons.
 
     SHAPE is sizes with an "x" between them, or sizes and names with commas; one alone has its comma behind it.
     """
@@ -177,7 +177,7 @@ def read_size(value: int | str) -> int:
 
 
 def read_sizes(value: Any) -> tuple[int, ...]:
-    """The sizes of a dimension, ascending: 4, "1,2,8", (1, 2, 8), or "1..16": its powers of two, and both ends."""
+    """Return the sizes of a dimension, ascending, from 4, "1,2,8", (1, 2, 8) or "1..16" (powers of two, both ends)."""
     if isinstance(value, str):
         if not _SIZES.fullmatch(value):
             raise ArgumentError(f"{shortened(value)}, expected a size such as 4, several (1,2,8) or a range (1..16)")
@@ -193,7 +193,7 @@ def read_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
-    """Both ends, and the powers of two between them."""
+    """Return both ends, and the powers of two between them."""
     if not 0 < first < last:
         raise ArgumentError(f"{first}..{last}, expected a range such as 1..16")
     between = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
@@ -226,7 +226,7 @@ def read_nbytes(value: int | str) -> int:
 
 
 def read_numbers(value: Any) -> np.ndarray:
-    """A number or several: 16000, "0.5", "true", [1, 2], "1,2"; one alone that is no scalar has its comma behind it."""
+    """Parse a number or several: 16000, "0.5", "true", [1, 2], "1,2"; "1," is a vector of one number."""
     try:
         array = np.asarray(_numbers(value) if isinstance(value, str) else value)
     except ValueError:
@@ -291,7 +291,7 @@ def _spec(name: str, shape: tuple[int | str, ...], dtype: str | None = None) -> 
 
 
 def _read_inputs(value: Any) -> tuple[InputSpec | NamedInput, ...]:
-    """From a mapping of names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
+    """Read inputs from a mapping of names to shapes, or a sequence of `InputSpec` and NAME:SHAPE[:DTYPE]."""
     if isinstance(value, Mapping):
         return tuple(_spec_of(name, shape) for name, shape in _named(value))
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -357,7 +357,7 @@ def _array(name: str, example: Any) -> np.ndarray:
     if isinstance(example, np.ma.MaskedArray):
         raise ArgumentError(f"{name!r} is a masked array, and plans have no masks: give its .filled()")
     array = example if isinstance(example, np.ndarray) else None
-    if array is None and hasattr(example, "detach"):  # a tensor of torch
+    if array is None and hasattr(example, "detach"):
         array = np.asarray(example.detach().cpu())
     if array is None or array.dtype.name not in ITEM_NBYTES:
         found = f"an array of {array.dtype}" if array is not None else shortened(example)

@@ -44,7 +44,7 @@ class Source:
 
 
 def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:
-    """The model, example inputs and keyword arguments of each entry by its name; raises ArgumentError for others."""
+    """Return the model, example inputs and keyword arguments of each entry by its name. Raises ArgumentError."""
     if not entries:
         raise ArgumentError(f"{what}: has no entries")
     found: dict[str, tuple[Any, Any, Any]] = {}

@@ -86,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
         status = INTERRUPTED
     except ReaderGoneError:
         if obj:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes as it ends
+            # Python writes to stdout once more as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     sys.exit(status)

@@ -123,7 +123,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def restore_dtype(array: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """``array`` as bfloat16 if the tensor is: numpy writes that dtype as 2 raw bytes."""
+    """Return ``array`` as bfloat16 if the tensor is: numpy writes that dtype as 2 raw bytes."""
     raw = array.dtype.kind == "V" and array.dtype.itemsize == ITEM_NBYTES[tensor.dtype]
     return array.view(numpy_dtype(tensor.dtype)) if raw else array
 

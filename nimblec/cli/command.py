@@ -69,12 +69,12 @@ class Group(click.Group):
     """Lists commands in order of use, and raises ReaderGoneError when the reader of its output has gone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """As in click, which prints --help here and would exit with 1 on a broken pipe."""
+        """Parse the arguments; click prints --help here, and would exit with 1 on a broken pipe."""
         with _printing():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As in click."""
+        """Run the command; raise ReaderGoneError on a broken pipe."""
         with _printing():
             return super().invoke(ctx)
 

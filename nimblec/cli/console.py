@@ -11,7 +11,7 @@ import sys
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """``text`` with characters that do not print escaped, except those in ``keep``."""
+    """Escape the characters of ``text`` that do not print, except those in ``keep``."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else json.dumps(c)[1:-1] for c in text)

@@ -23,7 +23,7 @@ def tables(facts: Json) -> Iterator[Table]:
 
 
 def _table(program: Json) -> Table:
-    """A row for each layer, or set of layers of fused commands: their number and time, each command run alone."""
+    """Return a row for each layer, or set of fused layers: how many commands it has, and their time, each run alone."""
     finest = {
         (tuple(row["layers"]), tuple(row["phases"])): Share(**{name: row[name] for name in _NUMBERS})
         for row in program["layers"]

@@ -77,7 +77,8 @@ def inputs(
     sized = _sized(entry.programs, given, dict(dims))
     try:
         drawn = golden.draw_inputs(sized, seed)
-    except (MemoryError, ValueError) as exc:  # the latter for more bytes than can be addressed
+    except (MemoryError, ValueError) as exc:
+        # A size beyond the address space raises ValueError.
         raise InputError(f"inputs that are not given cannot be drawn: {exc}") from exc
     return {**drawn, **restored}
 
@@ -95,7 +96,7 @@ def _check_dims(entry: Entry, dims: Sequence[tuple[str, int]]) -> None:
 
 
 def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> Program:
-    """The program for these sizes, or the nearest one with its inputs resized to them; the first if none are known."""
+    """Return the program for these sizes, or the nearest one with its inputs resized to them; else the first."""
     axes = Axes(programs)
     sizes = dict(dims)
     for tensor, of in axes.of_inputs(programs[0]):

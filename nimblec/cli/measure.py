@@ -32,7 +32,7 @@ class Measurement:
         return self.latencies.size / self.seconds if self.seconds else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Seconds by name: min, p50 to p99.9 and max; empty if there were no runs."""
+        """Return the seconds by name: min, p50 to p99.9 and max; nothing if there were no runs."""
         if not self.latencies.size:
             return {}
         percentiles = np.percentile(self.latencies, PERCENTILES)
@@ -90,7 +90,7 @@ def _repeat(call: Callable[[], object], seconds: float, ended: threading.Event) 
 
 
 def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[], object]:
-    """A call on whichever of the items is free, for threads that may outnumber them.
+    """Return a function that calls whichever of the items is free; more threads than items may call it.
 
     Waiting threads are served in the order in which they came; otherwise a running thread might keep its item.
     """
@@ -105,7 +105,8 @@ def taking_turns(items: Sequence[T], call: Callable[[T], object]) -> Callable[[]
             gate, given = threading.Lock(), list[T]()
             gate.acquire()
             waiting.append((gate, given))
-        gate.acquire()  # until an item is given
+        # The gate opens when an item is given back.
+        gate.acquire()
         return given[0]
 
     def give_back(item: T) -> None:

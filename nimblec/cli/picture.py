@@ -113,7 +113,7 @@ def _style(letter: str, letters: Mapping[str, str]) -> str:
 
 
 def _axis(canvas: _Canvas, times: Timeline) -> Text:
-    """Times at the columns where they are, and the whole at the end of each row's line."""
+    """Return the time axis: the times at their columns, and the total at the end of the line."""
     ticks = max(1, canvas.columns // _TICK_COLUMNS)
     line = ""
     for tick in range(ticks):
@@ -124,7 +124,8 @@ def _axis(canvas: _Canvas, times: Timeline) -> Text:
 
 def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[str, str], stream: int) -> Text:
     """Return the blocks of a stream: a capital where each starts. A column shows the span that has most of it."""
-    owners = [(0, -1)] * canvas.columns  # (share of the column, index of the span; -1 for none)
+    # Each column holds its largest share, and the index of that span or -1.
+    owners = [(0, -1)] * canvas.columns
     busy = 0
     for index, span in enumerate(times.spans):
         if span.work.stream == stream:
@@ -144,7 +145,7 @@ def _row(program: Program, times: Timeline, canvas: _Canvas, letters: Mapping[st
 
 
 def _marks(times: Timeline, canvas: _Canvas, stream: int) -> Text:
-    """Below a row: where it decides how long the run takes, and where it waits or is waited for."""
+    """Mark, below a row, where it is on the critical path, and where it waits or is waited for."""
     marks = [" "] * canvas.columns
     for index in times.critical_path:
         span = times.spans[index]

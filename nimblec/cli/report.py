@@ -40,11 +40,11 @@ class SafeConsole(Console):
         raise BrokenPipeError
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As rich does, of what is printed in the end: so columns are as wide as that."""
+        """Render the escaped text, so that columns are measured as they print."""
         return super().render_str(printable(text, keep="\n"), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does, with text made printable."""
+        """Render text with the characters that do not print escaped."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text, keep="\n"), style, control)
 
@@ -296,13 +296,13 @@ def _values(array: np.ndarray) -> str:
 
 
 def latency_text(latencies: Sequence[float]) -> str:
-    """Median, 5th and 95th percentile of the seconds of single runs."""
+    """Format the median, 5th and 95th percentile of the seconds of single runs."""
     low, median, high = (seconds_text(float(q)) for q in np.percentile(latencies, [5, 50, 95]))
     return f"latency of {len(latencies)} runs: median {median}, p5 {low}, p95 {high}"
 
 
 def measured(measurement: Measurement) -> Table:
-    """Throughput, and the percentiles of the latencies."""
+    """Return a table of the throughput and the percentiles of the latencies."""
     made = table("", "measured", "value", right=("value",))
     made.show_header = False
     made.add_row("runs", f"{measurement.latencies.size:,} in {seconds_text(measurement.seconds)}")

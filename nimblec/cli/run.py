@@ -76,7 +76,7 @@ def run_plan(
 
 
 def measure(executable: Executable, repeat: int) -> list[float]:
-    """Seconds of each of ``repeat`` synchronised runs on inputs that are already in place."""
+    """Return the seconds of each of ``repeat`` synchronised runs on inputs that are already in place."""
     for _ in range(min(repeat, WARM_UPS)):
         executable.replay()
     seconds = []

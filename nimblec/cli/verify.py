@@ -105,7 +105,7 @@ def verify_plan(
     trust = Trust(trusted_keys, signature) if trusted_keys else None
     checks = verification.verify(plan, trust, weights)
     if model is not None:
-        from nimblec.inspect import against  # brings in onnx and ONNX Runtime
+        from nimblec.inspect import against
 
         allowed = against.TOLERANCE if tolerance is None else tolerance
         wanted = against.Against(

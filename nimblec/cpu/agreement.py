@@ -1,6 +1,6 @@
 """Optimise a model so that it still computes what it did: leave out the rewrites of ONNX Runtime that change it.
 
-ONNX Runtime's optimiser makes some models compute something else, makes some that do not run, and crashes on some.
+ONNX Runtime's optimiser changes the results of some models, breaks others, and crashes on a few.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -71,11 +71,10 @@ def optimize_agreeing(
 ) -> Agreed[T]:
     """Optimise a model with all rewrites of ONNX Runtime that leave its results, and build something of it.
 
-    Where the optimised model is refused, crashes or computes something else, the rewrites at fault are found by
-    leaving them out; those of another program of the same model are a first guess (``without``). ``approximate`` lets
-    products with quantised weights round their activations to 8 bits. ``max_error`` is a limit of `Agreed.error`.
-
-    Raises CompileError where the model does not run without its optimiser, or where that is not why ``build`` fails.
+    Rewrites at fault are found by leaving them out; ``without`` is a first guess, from another program of the model.
+    ``approximate`` lets products with quantised weights round their activations to 8 bits. ``max_error`` limits
+    `Agreed.error`. Raises CompileError where the model does not run without its optimiser, or where ``build`` fails for
+    another reason.
     """
     try:
         model, runs = run_reference(model)
@@ -141,7 +140,7 @@ def _without_faults(
 
 
 def _suspected(seen: Mapping[str, None]) -> Iterator[list[str]]:
-    """Yield rewrites to leave out, while more of them are seen to change the model: without some, others apply."""
+    """Yield rewrites to leave out, as long as more are seen to change the model: leaving some out lets others apply."""
     for kept in (_FOLDING, frozenset[str]()):
         names: list[str] = []
         while len(names) < len(seen.keys() - kept):
@@ -150,7 +149,7 @@ def _suspected(seen: Mapping[str, None]) -> Iterator[list[str]]:
 
 
 def _fewest(names: Sequence[str], works: Callable[[Collection[str]], bool]) -> Collection[str]:
-    """Return a few of ``names`` without which it works; without all of them it does."""
+    """Return a small subset of ``names`` to leave out so that the model works, as it does without all of them."""
     for name in names:
         if works({name}):
             return {name}
@@ -177,7 +176,7 @@ class _Comparison:
     def compare(self, optimized: OptimizedModel, *, is_approximate: bool) -> tuple[list[np.ndarray], float]:
         """Return the outputs of an optimised model in the first run, and the largest difference of a float in any.
 
-        Raises CompileError where it does not agree, which one that is approximate need not.
+        Raises CompileError where it does not agree, unless it is approximate.
         """
         feeds = [run.feed for run in self._runs]
         results = run_feeds(optimized.proto, optimized.folder, self._names, feeds, threads=1)
@@ -204,8 +203,8 @@ class _Comparison:
     def _is_rounding(self, index: int, position: int, got: np.ndarray) -> bool:
         """Return whether rounding explains how an output, ``got``, differs from that of a run.
 
-        Where it is not small, small changes must make as much of a difference, by a factor, and in nearly all elements
-        that differ: of quantised numbers, those near a tie may be either of two.
+        A difference that is not small must be matched, within a factor and in nearly all elements, by that of small
+        changes of the inputs: a quantised number near a tie may round either way.
         """
         wanted = self._runs[index].outputs[position]
         least = _ROUNDING.get(wanted.dtype.name, 0.0)
@@ -235,7 +234,7 @@ class _Comparison:
 
 
 def _changes(output: np.ndarray, moved: Sequence[np.ndarray]) -> np.ndarray:
-    """Return how far small changes may move each element; of no use are those that change how many there are."""
+    """Return how far small changes move each element; ignore changes that alter the number of elements."""
     gaps = (_OF_MOVES * _gaps(output, other) for other in (output, *moved) if other.shape == output.shape)
     return np.asarray(np.max([*gaps], axis=0))
 

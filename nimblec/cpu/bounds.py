@@ -83,7 +83,7 @@ def _bounds(node: NodeProto, known: Mapping[str, Shape], constants: Mapping[str,
 
 
 def _inferred(optimized: OptimizedModel, values: Values, inserted: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes that ONNX Runtime infers of unsized values where those ``inserted`` have these shapes."""
+    """Return the shapes that ONNX Runtime infers for unsized values, given the shapes of the ``inserted`` ones."""
     model = ModelProto()
     model.CopyFrom(optimized.proto)
     kept = [node for node in model.graph.node if inserted.keys().isdisjoint(node.output)]

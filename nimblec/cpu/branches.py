@@ -56,7 +56,8 @@ def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
     model_nodes.clear_repeated_names(part)
     try:
         found = optimizer.folded(part, folder, needed)
-    except UnsupportedModelError:  # so will be the whole model, for the same reason
+    except UnsupportedModelError:
+        # The whole model is refused later, for the same reason.
         return {}
     return {name: bool(array.any()) for name, array in found.items() if array.size == 1}
 
@@ -68,9 +69,10 @@ def _constants(graph: GraphProto) -> Iterator[str]:
 
 
 def _before(condition: str, makers: Mapping[str, NodeProto], given: set[str]) -> set[str] | None:
-    """The computed values that a condition needs; None if values of inputs, or bodies of nodes, are among these."""
+    """Return the computed values that a condition needs; None if these include an input or a node with bodies."""
     found: set[str] = set()
-    waiting = [(condition, True)]  # whether its value matters, or just its shape
+    # The bool says whether the value matters, or only the shape.
+    waiting = [(condition, True)]
     seen = set(waiting)
     while waiting:
         name, by_value = waiting.pop()
@@ -138,7 +140,7 @@ def _definitions(graph: GraphProto) -> Iterator[str]:
 
 
 def _lifted(branch: GraphProto, outputs: Sequence[str], taken: Mapping[str, int]) -> list[NodeProto]:
-    """The nodes of a branch, which make ``outputs``; its other values get new names where theirs are ``taken``."""
+    """Return the nodes of a branch, which make ``outputs``; rename its other values where their names are ``taken``."""
     own = [name for node in branch.node for name in node.output if name]
     made = {value.name: name for value, name in zip(branch.output, outputs, strict=True) if name}
     new = {name: made[name] for name in own if name in made}

@@ -75,7 +75,8 @@ def _sorted(graph: GraphProto, original: GraphProto) -> list[NodeProto]:
 
     needed = list(_depth_first(graph, makers))
     found = dict.fromkeys(range(len(nodes)), len(nodes)) | {index: number for number, index in enumerate(needed)}
-    for index in reversed(needed):  # readers before their sources, so that no recursion is deep
+    # Readers come before their sources, so that no recursion is deep.
+    for index in reversed(needed):
         place(index)
     order = sorted(range(len(nodes)), key=lambda index: (place(index), found[index], index))
     rank = {index: number for number, index in enumerate(order)}
@@ -103,7 +104,7 @@ def _depth_first(graph: GraphProto, makers: Mapping[str, int]) -> Iterator[int]:
 
 
 def _numbered(graph: GraphProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
-    """New names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
+    """Return new names for the numbered ones, by old name, numbered in the order in which the nodes use them."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
     every = [inner for node in nodes for inner in (node, *chain(*map(model_nodes.nodes, subgraphs(node))))]
     fixed |= {value.name for node in every for body in subgraphs(node) for value in (*body.input, *body.output)}

@@ -96,7 +96,8 @@ def read(
     resized = model_shapes.resize(loaded, examples, profile)
     specs = (*inputs, *(spec for spec in resized if spec.name not in given))
     model = model_shapes.fix_shapes(loaded, specs, (*dims, *profile))
-    model_file.outputs(model)  # refuses outputs that are not tensors, by name
+    # Outputs that are not tensors are refused by name.
+    model_file.outputs(model)
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
     take_branches(model, Path(path).parent)
@@ -134,7 +135,8 @@ def graph_of(
     ``trip_limit`` and ``bounds`` are those of `ReferenceModel`.
     """
     known = ChainMap[str, np.ndarray | None]({**optimized.arrays})
-    refuse_random(optimized.proto.graph, known, is_optimized=True)  # functions are inlined by now
+    # The optimiser has inlined functions.
+    refuse_random(optimized.proto.graph, known, is_optimized=True)
     builder = _Builder(optimized, sample_ranges, weights, state, sources or {}, trip_limit, bounds)
     for tensor in model_file.inputs(optimized.proto):
         builder.add_input(tensor.name, sample_ranges.get(tensor.name))
@@ -264,7 +266,7 @@ class _Builder:
         self._bodies: list[Body] = []
 
     def add_input(self, name: str, sample_range: tuple[int, int] | None) -> None:
-        """A graph input and its buffer."""
+        """Add a graph input and its buffer."""
         kept = self._state.get(name)
         if isinstance(kept, ModelState):
             data = np.ascontiguousarray(kept.data).reshape(-1).view(np.uint8).data.toreadonly()
@@ -275,7 +277,7 @@ class _Builder:
         self._inputs.append(self._view(name, self._types[name], sample_range))
 
     def _add_node(self, node: NodeProto) -> None:
-        """The tasks of a node, with buffers for what it writes.
+        """Add the tasks of a node, with buffers for what it writes.
 
         A loop or branch whose bodies have values of one size each runs them as programs; ONNX Runtime runs any other.
         """
@@ -309,7 +311,7 @@ class _Builder:
         return self._sources.get(model_nodes.first_output(node), "") if self._sources else model_nodes.node_name(node)
 
     def _add_crop(self, output: int, name: str) -> None:
-        """The task that cuts an output of unknown size."""
+        """Add the task that cuts an output of unknown size."""
         value = self._regions.cropped[name].sizes
         sizes = Access(buffer=self._memory.of(value), offset=0, nbytes=self._types[value].nbytes)
         self._add_op("crop", next(node for node in self._model.graph.node if name in node.output))
@@ -326,7 +328,8 @@ class _Builder:
         """Yield the control-flow nodes whose bodies can be programs, by their first output."""
         for node in nodes:
             if node.op_type in control.CONTROL and not node.domain and self._unsized.keys().isdisjoint(node.output):
-                with suppress(UnsupportedModelError):  # ONNX Runtime runs the node
+                # ONNX Runtime can run a node that this check refuses.
+                with suppress(UnsupportedModelError):
                     yield model_nodes.first_output(node), self._control(node)
 
     def _control(self, node: NodeProto) -> "_Control":
@@ -344,13 +347,14 @@ class _Builder:
                 builder.add_input(tensor.name, None)
             for slot in body.slots:
                 found = builder._memory.type(slot.output)
-                if found != slot.type and found.nbytes > 1:  # a condition may have the shape [1]
+                # A condition may have the shape [1].
+                if found != slot.type and found.nbytes > 1:
                     raise UnsupportedModelError(f"{slot.output!r} changes its size")
             graphs.append(builder.graph())
         return _Control(loop=loop, bodies=bodies, graphs=tuple(graphs))
 
     def _add_control(self, node: NodeProto, found: "_Control") -> None:
-        """The task that runs the bodies, with those that fill a loop's carried values."""
+        """Add the task that runs the bodies, and the tasks that fill a loop's carried values."""
         loop = found.loop
         if loop is None:
             slots = [
@@ -369,7 +373,8 @@ class _Builder:
                 self._add_kernel(before)
             values = zip(loop.carried, loop.body.slots, strict=True)
             (start, _), *others = values
-            byte = self._memory.of(start.first)  # of the nodes before the loop, and read by it alone
+            # Only the loop reads the byte that the nodes before it write.
+            byte = self._memory.of(start.first)
             slots = [byte, *(self._carry(carried, slot.type) for carried, slot in others)]
         captured = [tuple(map(self._memory.of, body.captured)) for body in found.bodies]
         calls = tuple(
@@ -420,7 +425,8 @@ class _Builder:
         saved = {
             name: self._copy(name, BufferKind.OUTPUT if name in self._returned else BufferKind.TEMPORARY)
             for name in dict.fromkeys((*self._returned, *(value for value, _ in self._copies)))
-            if name in overwritten  # and its value before the run is needed
+            # Readers of an overwritten value need the value before the run.
+            if name in overwritten
         }
         for node in self._placement.nodes:
             self._add_node(node)

@@ -59,7 +59,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
             "convert the model itself, or compile for --target cuda"
         )
     try:
-        run_s, notes = _write_plan(source, options, output, observer)  # and unmap everything
+        # The call's mappings of files end with it.
+        run_s, notes = _write_plan(source, options, output, observer)
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
     # With several threads ONNX Runtime splits some sums, and rounds otherwise.
@@ -72,7 +73,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
 
 def _write_plan(source: Source, options: Options, output: Path, observer: Observer) -> tuple[float, tuple[str, ...]]:
     """Write the plan; returns the seconds that a run takes, and notes for the user."""
-    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:  # a disk with room for a plan
+    # The output's disk has room for a plan.
+    with tempfile.TemporaryDirectory(prefix="nimblec-", dir=output.parent) as scratch:
         exported: dict[ProgramKey, ExportedModel] = {}
         if source.kind != "onnx":
             with stage(observer, "export to ONNX"):
@@ -277,7 +279,7 @@ def _scheduled(
 
 
 def _examples(options: Options) -> tuple[InputSpec, ...]:
-    """Shapes and dtypes of the examples."""
+    """Return the shapes and dtypes of the examples."""
     return tuple(InputSpec(name=name, shape=array.shape, dtype=array.dtype.name) for name, array in options.examples)
 
 
@@ -290,7 +292,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:
-    """What the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
+    """Return what the model of each program proves about other sizes, before ONNX Runtime's optimiser."""
     axes = Axes(plan.programs)
     return {
         program.name: prove_onnx(

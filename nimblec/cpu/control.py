@@ -1,12 +1,10 @@
 """Loops and branches: their bodies as models of their own, which become programs that the plan's commands run.
 
-A body is closed: what it reads of the graph around it is an input, or a constant of its own. What it hands on lies in
-memory outside of it, its *slots*: a loop's carried values, and the results of a branch. A slot is an input of the
-body's model with the value before, and an output with the value after, as state of a model is; so `place_state` decides
-what is written there directly.
+A body reads inputs and its own constants, nothing of the graph around it. Its results lie in *slots*, memory outside of
+the body: a loop's carried values, a branch's results. As with a model's state, a slot is an input of the body with the
+value before and an output with the value after, so `place_state` decides what is written in place.
 
-ONNX's Loop and Scan become one kind of loop, "while a bool is true": the counter, the bool and the stacked outputs are
-carried values, too, and nodes of the body compute the next of each.
+ONNX's Loop and Scan become one kind of loop, "while a bool is true". Counter, bool and stacked outputs are carried.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,8 +64,8 @@ class Carried:
 class Loop:
     """A loop while the bool in its first slot is true, at most ``limit`` trips.
 
-    ``before`` are nodes that compute its first bool, of the shape ``start_shape``; ``constants`` are what these and
-    ``carried`` name beside values of the graph; ``carried`` has an entry for each slot of the body.
+    ``before`` are nodes that compute the first bool, of shape ``start_shape``. ``carried`` has an entry for each slot
+    of the body. ``constants`` holds the constants that ``before`` and ``carried`` name.
     """
 
     body: Body
@@ -201,9 +199,9 @@ class _Parts:
 
 
 def _read_rows(made: _Parts, node: NodeProto, scope: Scope) -> tuple[str, str, list[str]]:
-    """Make the body of a Scan that of a Loop, in which each trip takes a row of each scanned input.
+    """Turn the body of a Scan into that of a Loop, in which each trip takes a row of each scanned input.
 
-    Returns the number of trips, the condition at the start, which there is none, and the first states.
+    Returns the number of trips, the condition at the start (none), and the first states.
     """
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if any(attributes.get("scan_output_axes", ())) or any(attributes.get("scan_output_directions", ())):

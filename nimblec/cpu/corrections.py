@@ -1,7 +1,7 @@
 """Correct operators that ONNX Runtime's kernels compute otherwise than ONNX defines them.
 
-An operator of the table is written by other nodes, or refused where ONNX and ONNX Runtime mean different things and a
-model can say which. The unoptimised session, which every plan is compared with, then runs the corrected model.
+An operator of the table is replaced by other nodes, or refused where ONNX and ONNX Runtime define different results.
+The unoptimised session, which every plan is compared with, then runs the corrected model.
 """
 
 from collections.abc import Callable, Mapping
@@ -121,7 +121,8 @@ def _expand_attention(model: ModelProto, node: NodeProto, scope: _Scope) -> None
 def _call_definition(model: ModelProto, node: NodeProto, scope: _Scope) -> None:
     """Let a node call a function of the model: the definition of its operator for these operands."""
     opset = next(entry.version for entry in model.opset_import if entry.domain == node.domain)
-    schema: Any = defs.get_schema(node.op_type, opset, node.domain)  # its annotations lack functions
+    # onnx annotates no function bodies.
+    schema: Any = defs.get_schema(node.op_type, opset, node.domain)
     types = [scope.types.get(name, TypeProto()).SerializeToString() for name in node.input]
     if any(name and name not in scope.types for name in node.input):
         raise UnsupportedModelError(f"{model_nodes.describe(node)}: the types of its inputs are not known")
@@ -131,7 +132,8 @@ def _call_definition(model: ModelProto, node: NodeProto, scope: _Scope) -> None:
     )
     definition.domain, definition.name = _DOMAIN, f"{node.op_type}_{len(model.functions)}"
     for formal, given in ((definition.input, node.input), (definition.output, node.output)):
-        pairs = [(name, other) for name, other in zip(formal, given, strict=False) if other]  # some are left out
+        # An omitted input or output has the name "".
+        pairs = [(name, other) for name, other in zip(formal, given, strict=False) if other]
         formal[:], given[:] = [name for name, _ in pairs], [name for _, name in pairs]
     model.functions.append(definition)
     if not any(entry.domain == _DOMAIN for entry in model.opset_import):

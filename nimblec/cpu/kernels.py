@@ -168,13 +168,13 @@ def origin(domains: Iterable[str | None]) -> str:
 
 
 def _captured(node: NodeProto) -> Iterator[str]:
-    """Values of the main graph that the subgraphs of ``node`` use."""
+    """Yield the values of the main graph that the subgraphs of ``node`` use."""
     for graph in model_nodes.subgraphs(node):
         yield from free_names(graph)
 
 
 def free_names(graph: GraphProto) -> Iterator[str]:
-    """Names that ``graph`` uses and does not define; ONNX names are unique down the nesting."""
+    """Yield the names that ``graph`` uses and does not define; ONNX names are unique down the nesting."""
     defined = {tensor.name for tensor in (*graph.input, *graph.initializer)}
     for node in graph.node:
         for name in (*node.input, *_captured(node)):
@@ -189,7 +189,7 @@ def free_names(graph: GraphProto) -> Iterator[str]:
 def _canonical_names(
     nodes: Sequence[NodeProto], reads: Sequence[str], writes: Sequence[str], inner: Sequence[str]
 ) -> dict[str, str]:
-    """New names of the values; the old ones if a subgraph captures values by name."""
+    """Return new names of the values; the old ones if a subgraph captures values by name."""
     if any(map(model_nodes.subgraphs, nodes)):
         return {name: name for name in (*reads, *writes, *inner)}
     sides = (("i", reads), ("o", writes), ("t", inner))
@@ -214,7 +214,7 @@ def _canonical_node(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
 
 
 def _without_tail(names: list[str]) -> list[str]:
-    """The names without the empty ones at the end: some kernels take an operand named "" for given, and read it."""
+    """Return the names without the empty ones at the end: some kernels read an operand named "" as if it were given."""
     while names and not names[-1]:
         names.pop()
     return names

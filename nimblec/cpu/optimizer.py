@@ -1,11 +1,8 @@
 """ONNX Runtime's own optimiser, run ahead of time: fusions, folded constants, blocked convolutions.
 
-The level is that of a plain `InferenceSession(model)`, less the rewrites that `nimblec.cpu.agreement` leaves out. Its
-last step lays convolutions out in blocks (NCHWc) of this machine's vector width and reorders their weights; the runtime
-refuses them on a machine with other blocks.
-
-ONNX Runtime folds constants before it inlines the functions of operators without a kernel (CenterCropPad,
-GroupNormalization). A second run folds the shape arithmetic that these bring in.
+The level is that of a plain `InferenceSession(model)`, less the rewrites that `nimblec.cpu.agreement` leaves out. It
+lays convolutions out in blocks (NCHWc) of this machine's vector width, which the runtime refuses on a machine with
+other blocks. A second run folds the shape arithmetic of functions that the first inlined after it had folded.
 """
 
 import re
@@ -122,7 +119,7 @@ def folded(model: ModelProto, folder: Path, names: Collection[str]) -> dict[str,
 def _optimize(
     model: ModelProto, folder: Path, path: Path, level: str, rewriting: Rewriting
 ) -> tuple[ModelProto, tuple[str, ...]]:
-    """The model that ONNX Runtime's optimiser saves at ``path``, and the names of the rewrites that changed it."""
+    """Return the model that ONNX Runtime's optimiser saves at ``path``, and the rewrites that changed it."""
     log = path.with_suffix(".log")
     try:
         _save(model, folder, path, level, rewriting)
@@ -236,7 +233,7 @@ _PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: cons
 
 
 def refusal(error: RefusedError, model: ModelProto) -> UnsupportedModelError:
-    """The error for a model that ONNX Runtime refuses to open, with the part of its words that concerns the model."""
+    """Return the error for a model that ONNX Runtime refuses to open, with the part of its message about the model."""
     return UnsupportedModelError(f"ONNX Runtime {onnxruntime().__version__} {_said(str(error), model)}")
 
 

@@ -27,7 +27,7 @@ class EndedError(CompileError):
 
 
 def optimize(model: bytes, **request: Any) -> None:
-    """As `ort_worker.optimize`, in the process of an `own_process` block, or in this one outside of any.
+    """Run `ort_worker.optimize` in the process of an `own_process` block, or in this one outside of any.
 
     Raises EndedError if that process ends, MemoryError if it is killed.
     """
@@ -47,7 +47,7 @@ def run(
     level: str = "ORT_DISABLE_ALL",
     threads: int = 0,
 ) -> tuple[list[tuple[str, str, list[Any]]], list[list[Value] | str]]:
-    """As `ort_worker.run`, in the same process as `optimize`.
+    """Run `ort_worker.run` in the same process as `optimize`.
 
     Raises EndedError if that process ends, MemoryError if it is killed.
     """

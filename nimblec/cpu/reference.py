@@ -158,7 +158,7 @@ def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:
 def run_feeds(
     model: ModelProto, folder: Path, names: Sequence[str], feeds: Sequence[Arrays], threads: int = 0
 ) -> list[list[np.ndarray] | str]:
-    """The outputs ``names`` of a model for each of ``feeds``, or why it does not run, without ONNX Runtime's optimiser.
+    """Return the outputs ``names`` for each of ``feeds``, or why the model does not run, without ORT's optimiser.
 
     ``folder`` has the model's external data. Raises UnsupportedModelError where the model cannot be opened.
     """

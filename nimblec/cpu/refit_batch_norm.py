@@ -44,7 +44,7 @@ def _folds(
 
 
 def _folded(norm: NodeProto, convolution: NodeProto, constants: Mapping[str, TensorProto]) -> Iterator[NodeProto]:
-    """The nodes that compute the folded weight and bias as ONNX Runtime does, then the convolution that reads them."""
+    """Yield the nodes that fold weight and bias as ONNX Runtime does, then the convolution that reads the results."""
     _, scale, shift, mean, variance = norm.input
     weight, bias = convolution.input[1], convolution.input[2] if len(convolution.input) > 2 else ""
     output = norm.output[0]

@@ -30,7 +30,7 @@ _MOST_FIXED_NBYTES = 1 << 20
 
 
 def folded_values(model: ModelProto, weights: Mapping[str, np.ndarray]) -> dict[str, WeightExpression]:
-    """The weights, and the values that nodes of the main graph compute from them and from other constants, by name."""
+    """Return, by name, the weights and the values that main-graph nodes compute from them and from other constants."""
     known: dict[str, WeightExpression] = {}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
@@ -73,7 +73,7 @@ def explain(
     constants: Mapping[str, np.ndarray],
     others: Mapping[str, np.ndarray],
 ) -> Explained:
-    """Recipes for the ``constants`` of the model that ``model``, with these ``weights``, was optimised to.
+    """Return recipes for the ``constants`` of the model to which ``model``, with these ``weights``, was optimised.
 
     ``others`` are the constants for other weights; a constant that is the same there depends on none, unless it is
     known to be rounded.
@@ -133,7 +133,8 @@ class _Values:
             recipe: weights[recipe.name] for recipe in recipes if isinstance(recipe, Source)
         }
         made = [recipe for recipe in recipes if not isinstance(recipe, Source)]
-        with suppress(*runtime_errors()):  # if ONNX Runtime cannot compute them, the weights alone are searched
+        # Without the values that ONNX Runtime cannot compute, the weights alone are searched.
+        with suppress(*runtime_errors()):
             self._arrays |= zip(made, compute(made, weights, header), strict=True)
         self._of_size: dict[int, list[WeightExpression]] = defaultdict(list)
         for recipe, array in self._arrays.items():
@@ -199,7 +200,7 @@ def _reshaped(recipe: WeightExpression, shape: tuple[int, ...]) -> WeightExpress
 def _blocks(
     array: np.ndarray, block: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, Callable[[WeightExpression], WeightExpression]]]:
-    """The blocked forms of an array that have as many elements as ``shape``, each with the change to its recipe."""
+    """Yield the blocked forms of an array with as many elements as ``shape``, each with the change to its recipe."""
     count = prod(shape)
     if array.ndim == 1:
         padded = _up(array.size, block)
@@ -226,7 +227,7 @@ def _up(size: int, block: int) -> int:
 def _blocked(
     array: np.ndarray, padded: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]
 ) -> tuple[np.ndarray, Callable[[WeightExpression], WeightExpression]]:
-    """An array padded with zeros, its axes split and reordered; and the function that does the same to its recipe."""
+    """Pad an array with zeros, split and reorder its axes; return it, and the same change for its recipe."""
     missing = [after - before for before, after in zip(array.shape, padded, strict=True)]
 
     def change(recipe: WeightExpression) -> WeightExpression:

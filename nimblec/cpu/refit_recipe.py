@@ -78,7 +78,8 @@ def model_of(recipes: Mapping[str, WeightExpression], header: Header) -> ModelPr
     writer = _Writer(model.graph, recipes)
     for name, recipe in recipes.items():
         value = writer.value(recipe)
-        if value != name:  # a weight itself, or the value of another output
+        # Other names are weights themselves, or values of another output.
+        if value != name:
             model.graph.node.add(op_type="Identity", name=name, input=[value], output=[name])
         model.graph.output.add(name=name)
     _copy_outputs_that_are_read(model.graph)

@@ -21,7 +21,7 @@ def weights_of(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
 
 
 def with_weights(model: ModelProto, folder: Path, weights: Mapping[str, np.ndarray], scratch: Path) -> ModelProto:
-    """The model with these weights, the large ones in a file in ``scratch``; ``folder`` has its external data."""
+    """Return the model with these weights, the large ones in a file in ``scratch``; read others from ``folder``."""
     made = ModelProto()
     made.CopyFrom(model)
     arrays = {**read_arrays(made, folder), **weights}

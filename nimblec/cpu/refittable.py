@@ -39,7 +39,7 @@ class Refittable:
     after: Counter[str]
 
     def notes(self) -> Iterator[str]:
-        """Notes on the optimisations given up and on the weights that cannot be replaced."""
+        """Yield notes on the optimisations given up and on the weights that cannot be replaced."""
         more, fewer = self.after - self.before, self.before - self.after
         if more or fewer:
             yield f"refittable: an optimisation is given up: {_listed(more)} instead of {_listed(fewer)}"
@@ -72,7 +72,7 @@ class Model:
     names: frozenset[str] | None = None
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Its weights, by name."""
+        """Return the model's weights by name."""
         found = weights_of(self.proto, self.folder)
         return {name: array for name, array in found.items() if self.names is None or name in self.names}
 
@@ -123,7 +123,8 @@ def _made(model: Model, scratch: Path, kept: frozenset[str]) -> Refittable:
             if not weights or (not known.unknown and _nodes(first) == _nodes(second)):
                 break
             understood = {}
-        weights = understood  # a weight that no recipe uses became part of something else, such as an attribute
+        # A weight that no recipe uses became part of something else, such as an attribute.
+        weights = understood
     optimized = first.optimized
     keep_apart(optimized.proto, known.recipes)
     before, after = (Counter(kernels.symbol(node) for node in m.proto.graph.node) for m in (model.plain, optimized))

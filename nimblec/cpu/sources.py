@@ -31,7 +31,8 @@ def sources_of(model: ModelProto, nodes: Sequence[NodeProto]) -> dict[str, str]:
     for node, names in zip(reversed(nodes), reversed(covered), strict=True):
         made = [written[name] for name in reversed(names) if times[name] == 1] or [written[name] for name in names]
         read = (source for name in node.output for source in readers.get(name, ()))
-        found[first_output(node)] = source = joined(made) or joined(read) or Phase.UPDATE.value  # what becomes state
+        # A node without readers updates state.
+        found[first_output(node)] = source = joined(made) or joined(read) or Phase.UPDATE.value
         for name in filter(None, node.input):
             readers.setdefault(name, []).append(source)
     return found

@@ -79,7 +79,7 @@ def place_state(
 def _chains(
     tensor: Kept, graph: "_Order", types: Mapping[str, TensorType], taken: set[str]
 ) -> Iterator[list[str]]:
-    """Lists of values that may be written into the state's memory one after the other, the longest first."""
+    """Yield lists of values that may be written into the state's memory one after the other, the longest first."""
     if tensor.output not in graph.maker or tensor.output in taken:
         return
     chain = [tensor.output]
@@ -100,7 +100,7 @@ def _changed(node: NodeProto) -> str:
 
 
 def _may_overlap(node: NodeProto, value: str) -> bool:
-    """Whether a node may write over ``value``: it does not read it, or only as an operand that it may overwrite."""
+    """Return whether a node may write over ``value``: it does not read it, or only as an operand it may overwrite."""
     positions = {i for i, name in enumerate(node.input) if name == value}
     return value not in model_nodes.read_names(node) or (
         bool(positions) and positions <= set(onnx_operators.overwritable(node.domain, node.op_type))

@@ -1,13 +1,10 @@
 """Stretches: consecutive nodes on a stream as one kernel, since ONNX Runtime is called as fast for many as for one.
 
-Values that only the nodes of a stretch use are in ONNX Runtime's memory, as in a session of the whole model, and take
-none of the arena. The others are parameters of the kernel, bound to memory of the plan.
+Values that only the nodes of a stretch use live in ONNX Runtime's memory, which requires that their shapes can be
+inferred before a run. All other values are parameters of the kernel, bound to memory of the plan.
 
-ONNX Runtime may run the nodes of a model in any order that their values allow. So a stretch writes no memory that it
-reads or writes otherwise: a node that updates state in place is a kernel of its own.
-
-The rules of a plan are about declared shapes. ONNX Runtime compares those of bound values with their memory; so a value
-is left to ONNX Runtime only where its shape can be inferred from the inputs, before a run.
+ONNX Runtime may reorder the nodes of a stretch. So a node that updates state in place is a kernel of its own: a stretch
+writes no memory that it otherwise reads or writes.
 """
 
 from collections import Counter
@@ -182,7 +179,7 @@ class _Stretch:
             self._take(node)
 
     def add(self, node: _Node) -> bool:
-        """Add a task; False, and nothing has changed, where it cannot join."""
+        """Add a task, and return whether it could join; if not, nothing has changed."""
         if self.is_complete or len(self.nodes) >= _MOST_NODES or self._nbytes + node.nbytes > _MOST_NBYTES:
             return False
         if any(self._opsets.get(domain, version) != version for domain, version in _opsets(node.model).items()):

@@ -80,13 +80,14 @@ def _waited_ns() -> int:
     for path in Path("/proc/self/task").glob("*/schedstat"):
         try:
             waited += int(path.read_text().split()[1])
-        except (OSError, IndexError):  # a thread that has ended, a kernel that does not count
+        except (OSError, IndexError):
+            # The thread may have ended, and the kernel may not count.
             continue
     return waited
 
 
 def _count(seconds: float) -> int:
-    """Runs to measure: as many as fit into 0.2 s, from 5 to 100; fewer of a slow program, within 2 s."""
+    """Return how many runs to measure: 5 to 100, as many as fit into 0.2 s; fewer of a slow program, within 2 s."""
     most, least = (int(budget / max(seconds, 1e-6)) for budget in (_TARGET_S, _LIMIT_S))
     return max(1, min(least, 5), min(most, 100))
 

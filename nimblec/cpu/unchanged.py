@@ -45,7 +45,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _uses(graph: GraphProto) -> Counter[str]:
-    """The number of uses of each value: reads by nodes, and returns by the graph and by bodies of nodes."""
+    """Count the uses of each value: reads by nodes, and returns by the graph and by bodies of nodes."""
     found: Counter[str] = Counter(value.name for value in graph.output)
     for node in model_nodes.nodes(graph):
         found.update(node.input)

@@ -271,7 +271,7 @@ def _observe(
 
 
 def _draw(inputs: Sequence[ModelTensor], ranges: Ranges, seed: int) -> Feed:
-    """Inputs to observe with: normal floats, integers at the lower end of their range (seed 0) or the upper (1).
+    """Draw inputs: normal floats, and integers at the lower end of their range (seed 0) or the upper (seed 1).
 
     Bools, and integers without a range, are 0 or 1.
     """

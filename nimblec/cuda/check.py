@@ -57,7 +57,8 @@ def write_checked(
         with reports.stage("check"):
             problem = lean.differing_output(request.output, run_s=run_seconds(plan))
             if problem:
-                reports.problem(problem.sentence)  # in case the search below ends the process
+                # The search below may end the process.
+                reports.problem(problem.sentence)
                 raise CompileError(f"{problem.sentence}; {_diagnosis(plan, problem, recorded)}")
 
 
@@ -98,7 +99,7 @@ Compute: TypeAlias = Callable[[Mapping[str, np.ndarray]], Sequence[np.ndarray]]
 
 
 def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
-    """The largest difference of two runs, relative to the largest magnitude of an output."""
+    """Return the largest difference of two runs, relative to the largest magnitude of an output."""
     return max((difference(a, b).relative for a, b in zip(first, second, strict=True)), default=0.0)
 
 
@@ -126,7 +127,7 @@ def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """The mean difference of what is finite in both, relative to the largest magnitude expected; 0 where nothing is."""
+    """Return the mean difference of values finite in both, relative to the largest magnitude expected; 0 for none."""
     if expected.shape != found.shape:
         return float("inf")
     a, b = numbers(expected), numbers(found)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def with_common_state(models: "Mapping[ProgramKey, TorchModel]") -> "dict[ProgramKey, TorchModel]":
     """Return the models, each with the storages that other entries write, which its rewrites must not fold."""
-    from nimblec.pytorch.flat import written_storages  # brings in torch
+    from nimblec.pytorch.flat import written_storages
 
     written = frozenset().union(*map(written_storages, models.values()))
     return {key: replace(model, written_elsewhere=written) for key, model in models.items()}

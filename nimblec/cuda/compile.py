@@ -85,7 +85,7 @@ def _run_worker(request: Path, observer: Observer) -> list[str]:
 
 @contextmanager
 def _started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process that is killed with its children when the block ends.
+    """Start a child process; kill it with its children when the block ends.
 
     Inductor's workers would take seconds to end by themselves.
     """

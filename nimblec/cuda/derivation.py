@@ -272,7 +272,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def strides_of_moved(recipe: Derivation, weight: Tensor) -> tuple[int, ...] | None:
-    """The strides, in elements, of the only weight of a recipe in its only memory; None if that is no copy of it."""
+    """Return the strides, in elements, of a recipe's only weight in its only memory; None unless that is a copy."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(recipe.module.graph, {}))
     for node in graph.nodes:

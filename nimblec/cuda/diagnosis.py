@@ -81,7 +81,7 @@ def separate(graph: Graph) -> Layout:
 
 
 def _last_writes(graph: Graph) -> Iterator[tuple[int, int, int, int]]:
-    """(task, buffer, offset, nbytes) of the last write of each tensor, or piece of one, in task order."""
+    """Yield (task, buffer, offset, nbytes) of the last write of each tensor, or piece of one, in task order."""
     last = {(a.buffer, a.offset): (t, a) for t, task in enumerate(graph.tasks) for a in task.writes}
     for task, access in sorted(last.values(), key=lambda item: item[0]):
         if graph.buffers[access.buffer].kind in _COMPARED:

@@ -12,7 +12,7 @@ from nimblec.pytorch.tensors import DTYPE_NAMES
 
 
 def with_weights(graph: Graph, original: TorchModel, *, as_it_runs: bool) -> Graph:
-    """``graph``, captured from a model or its rewritten form, with the names of weights that may be replaced.
+    """Return ``graph``, captured from a model or its rewritten form, with the names of replaceable weights.
 
     A rewritten model may have folded the values of its weights, and so may one from ONNX or torch.compile.
     """

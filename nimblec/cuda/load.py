@@ -48,7 +48,8 @@ def choose_without_timing() -> None:
     from torch._inductor import config
 
     torch.backends.cudnn.benchmark = False  # a model's code may have set it
-    config.deterministic = True  # tilings of reductions
+    # Reductions would time their tilings otherwise.
+    config.deterministic = True
     config.triton.autotune_pointwise = False
 
 

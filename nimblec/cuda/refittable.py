@@ -47,7 +47,7 @@ class Origin(Generic[K]):
 
 
 def of_modules(models: Mapping[K, TorchModel]) -> Origin[K]:
-    """PyTorch modules. Their weights are floating-point parameters and buffers with at least one axis."""
+    """Describe PyTorch modules, whose weights are floating-point parameters and buffers with at least one axis."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     taken: set[int] = set()
     for model in models.values():
@@ -74,7 +74,7 @@ def of_modules(models: Mapping[K, TorchModel]) -> Origin[K]:
 
 
 def of_files(load: Callable[[Weigh], Mapping[K, TorchModel]]) -> Origin[K]:
-    """Models from files, loaded with the weights from a `Weigh`."""
+    """Describe models from files, loaded with the weights from a `Weigh`."""
     own: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Refittable(Generic[K]):
             yield from every[id(model)].constants
 
     def notes(self, plan: Plan) -> Iterator[str]:
-        """Notes on the weights that a plan of some of the variants can replace, and on those it cannot."""
+        """Yield notes on the weights that a plan of some of the variants can replace, and on those it cannot."""
         count = len(replaceable(plan))
         yield f"refittable: {count} weights can be replaced, by {sum(len(r.commands) for r in plan.refits)} commands"
         if self.kept:
@@ -215,7 +215,7 @@ class _Trial(Generic[K]):
         return (tensor for tensor in memories.values() if self.derivations.sources(tensor))
 
     def lost(self) -> frozenset[str]:
-        """The weights that a refit would not replace everywhere: in numbers of a program, in state, in unknown uses."""
+        """Return the weights that a refit would miss somewhere: in numbers of a program, in state, in unknown uses."""
         found = self.derivations.baked
         for made in self.every():
             untold = [tensor for tensor in made.constants if not self.derivations.is_told(tensor)]

@@ -72,7 +72,8 @@ class Selector:
                 times.append(f"{recorded.name} {recorded.duration_ns / 1e3:.0f} us")
                 if best is None or recorded.duration_ns < best.duration_ns:
                     best = recorded
-                del recorded  # nothing is to keep the memory of the slower one
+                # The slower recording must not keep its memory.
+                del recorded
             except (TraceError, UnsupportedModelError) as exc:
                 forget_locals(exc)
                 failures[variant.name] = exc
@@ -130,7 +131,7 @@ def half(precision: str) -> "torch.dtype | None":
 
 
 def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = None) -> Provenance:
-    """The provenance of a plan of this compilation; ``variants`` are the names of the selected ones, by entry."""
+    """Return the provenance of a plan of this compilation; ``variants`` are the selected ones' names, by entry."""
     kept = list((variants or {}).values())
     how = kept[0] if len(kept) == 1 else ", ".join(f"{entry}: {name}" for entry, name in (variants or {}).items())
     made_how = (("level", f"-O{request.level}, {how}"), ("precision", request.options.precision))

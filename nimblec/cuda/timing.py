@@ -71,7 +71,7 @@ class CudaTimer:
         return Measured([max(1, round((d - overhead) * 1e6)) for d in medians[: len(work)]], is_noisy)
 
     def _intervals(self, executable: Handle, events: list[Handle]) -> list[float]:
-        """Milliseconds between each event and the next."""
+        """Return the milliseconds between each event and the next."""
         call("cuGraphLaunch", executable, self._stream)
         call("cuStreamSynchronize", self._stream)
         return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
@@ -95,7 +95,7 @@ class CudaTimer:
             return Measured(round(median * 1e3), is_noisy)
 
     def _runs(self, executable: Handle, events: list[Handle]) -> list[float]:
-        """Microseconds between each event and the next, with a run between them.
+        """Return the microseconds between each event and the next, with a run between them.
 
         All are enqueued behind one more run, so the GPU does not wait for the CPU, which may be slow to launch.
         """
@@ -109,7 +109,7 @@ class CudaTimer:
 
     @contextmanager
     def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory, Control | None]]:
-        """Memory for one plan, released at the end; its kernels and weights stay for the next."""
+        """Load one plan into memory that is released at the end; keep its kernels and weights for the next plan."""
         if self._weights is None:
             self._modules = plan.modules
             self._functions = graph.load_functions(self._context, plan.modules, plan.kernels)

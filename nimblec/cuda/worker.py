@@ -40,7 +40,8 @@ def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
     os.set_inheritable(events_fd, False)
     with os.fdopen(events_fd, "w", buffering=1) as pipe:
-        os.register_at_fork(after_in_child=pipe.close)  # a fork that outlives this process would keep the pipe open
+        # A fork that outlives this process would keep the pipe open.
+        os.register_at_fork(after_in_child=pipe.close)
         reports = Reports(pipe)
         try:
             request = CompileRequest.load(Path(request_path))
@@ -59,7 +60,8 @@ class _Worker:
         self._times = TimingCache(None if request.options.reproducible else request.options.timing_cache)
 
     def compile(self) -> None:
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision decides that
+        # --precision decides about TF32.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         recorders = self._start()
         originals = self._load(recorders)
         selector = Selector(self._request, self._reports, self._times, recorders)

@@ -37,7 +37,7 @@ class ChannelAffine:
 
 
 def read_affine(rewriter: Rewriter, node: fx.Node) -> ChannelAffine | None:
-    """``node`` as a scale and a shift of a value; None where it does more, or changes dtype or shape."""
+    """Read ``node`` as a scale and a shift of a value; return None where it does more, or changes dtype or shape."""
     read = _read_norm(rewriter, node) or _read_arithmetic(rewriter, node) or _read_addcmul(rewriter, node)
     if read is None or not fake(node).dtype.is_floating_point:
         return None

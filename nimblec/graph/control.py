@@ -28,7 +28,8 @@ class Control(ABC):
 
     def __init__(self, bodies: Sequence[fx.GraphModule], slots: Sequence[Tensor]) -> None:
         self.bodies, self.slots = tuple(bodies), tuple(slots)
-        self.__name__ = self.__qualname__ = type(self).__name__.lower()  # which the code of a graph calls it by
+        # The code of a graph calls the operator by this name.
+        self.__name__ = self.__qualname__ = type(self).__name__.lower()
         self.__module__ = __name__
 
     @abstractmethod
@@ -51,7 +52,7 @@ class Runner(Protocol):
     """Runs loops and branches: in eager mode, or by recording their bodies."""
 
     def loop(self, loop: "Loop", going: Tensor, slots: Sequence[Tensor], captured: Sequence[Tensor]) -> None:
-        """Run a loop over its slots; ``going`` is the bool that decides of each trip."""
+        """Run a loop over its slots; ``going`` is the bool that is tested before each trip."""
 
     def switch(
         self, switch: "Switch", index: Tensor, slots: Sequence[Tensor], captured: Sequence[Sequence[Tensor]]
@@ -142,7 +143,8 @@ def run_body(
 ) -> tuple[Tensor, ...]:
     """Run a body once, put its results into the slots, and return those before them; ``call`` runs a graph."""
     results = call(body, [*slots, *captured])
-    for slot, value in zip(slots, results[control.extra :], strict=False):  # none where it wrote them itself
+    # A body that wrote its slots itself returns no values for them.
+    for slot, value in zip(slots, results[control.extra :], strict=False):
         slot.copy_(value)
     return tuple(results[: control.extra])
 

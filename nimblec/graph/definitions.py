@@ -23,7 +23,7 @@ def convolution_relu(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """``relu(convolution(x))``."""
+    """Compute ``relu(convolution(x))``."""
     y = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     return aten.relu(y)
 
@@ -39,7 +39,7 @@ def convolution_add_relu(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """``relu(convolution(x) + alpha * z)``, alpha 1 where it is None."""
+    """Compute ``relu(convolution(x) + alpha * z)``, with alpha 1 for None."""
     y = aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     return aten.relu(aten.add(y, z, alpha=1 if alpha is None else alpha))
 
@@ -47,7 +47,7 @@ def convolution_add_relu(
 def addmm_activation(
     bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, use_gelu: bool = False
 ) -> Tensor:
-    """``relu(addmm)``, or ``gelu(addmm)`` by tanh on CUDA; on the CPU it is by erf."""
+    """Compute ``relu(addmm)``, or ``gelu(addmm)``, on CUDA by tanh and on the CPU by erf."""
     y = aten.addmm(bias, left, right, beta=beta, alpha=alpha)
     return aten.gelu(y, approximate="tanh") if use_gelu else aten.relu(y)
 

@@ -85,7 +85,7 @@ def is_one_launch(node: fx.Node) -> bool:
 
 
 def _window(node: fx.Node) -> int:
-    """How many elements a pooling call reads for each element of its result."""
+    """Return how many elements a pooling call reads for each element of its result."""
     given = bound(node)
     if "kernel_size" in given:
         size = given["kernel_size"]

@@ -1,10 +1,8 @@
 """Record tensor code as a flat graph of ATen calls, computing at once whatever is known.
 
-Code runs under the `Recorder` as it would in eager torch. A call whose tensors are all real runs
-for real, on the CPU: that is constant folding. A call that touches a fake tensor (one that stands
-for a value of the running model) is written to the graph and gives fake tensors; real tensors
-among its arguments become constants of the graph. So the graph holds no call that could have been
-made at import, no ``.item()`` and no copy from host to device.
+A call whose tensors are all real runs on the CPU: that is constant folding. A call that touches a fake tensor, which
+stands for a value of the running model, is written to the graph and returns fake tensors; its real tensors become
+constants. So the graph holds no call that could run at import, no ``.item()`` and no copy from host to device.
 """
 
 import logging
@@ -174,7 +172,8 @@ class Recorder(TorchDispatchMode):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # with its index, the key of what CUDA code keeps for each device
+            # CUDA code caches by device index, which ``fake_device`` has.
+            return args[0].fake_device
         if is_decomposed(func):
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

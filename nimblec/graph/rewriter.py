@@ -122,7 +122,7 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def times_read(node: fx.Node, user: fx.Node) -> int:
-    """How many arguments of ``user`` are ``node``; ``all_input_nodes`` names each of them once."""
+    """Count the arguments of ``user`` that are ``node``; ``all_input_nodes`` names each of them once."""
     return sum(leaf is node for leaf in tree_leaves((user.args, user.kwargs)))
 
 
@@ -163,7 +163,7 @@ def fake(node: fx.Node) -> FakeTensor:
 
 
 def views(node: fx.Node) -> fx.Node | None:
-    """The argument that the result of ``node`` may share memory with; None where it is new, or the call writes it."""
+    """Return the argument whose memory the result of ``node`` may share; None for new or written memory."""
     if node.target is operator.getitem:
         return views(argument(node, 0))
     if node.op != "call_function" or not isinstance(node.target, OpOverload):

@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def number(rewriter: Rewriter, argument: Any) -> float | None:
-    """The value of a Python number, True being 1, or of a constant with one number; bools and complex ones are none."""
+    """Return the value of a Python number, or of a constant with one that is neither bool nor complex."""
     if isinstance(argument, (int, float)):
         return float(argument)
     value = rewriter.value(argument)
@@ -21,7 +21,7 @@ def number(rewriter: Rewriter, argument: Any) -> float | None:
 
 
 def scaled(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
-    """(x, c) where ``node`` is x * c or x / (1 / c)."""
+    """Return (x, c) where ``node`` is x * c or x / (1 / c)."""
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar):
         return _with_number(rewriter, node)
     if is_call(node, aten.div.Tensor, aten.div.Scalar):
@@ -32,7 +32,7 @@ def scaled(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
 
 
 def shifted(rewriter: Rewriter, node: Any) -> tuple[fx.Node, float] | None:
-    """(x, c) where ``node`` is x + c."""
+    """Return (x, c) where ``node`` is x + c."""
     if is_call(node, aten.add.Tensor, aten.add.Scalar) and node.kwargs.get("alpha", 1) == 1:
         return _with_number(rewriter, node)
     return None

@@ -64,7 +64,7 @@ def _transpose(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
 
 
 def _spell_out(node: fx.Node) -> None:
-    """Strides, padding and dilation of a convolution may be one number for all axes of the image."""
+    """Give strides, padding and dilation of a convolution as a number for each axis, where one stands for all."""
     for place in _GEOMETRY:
         numbers = argument(node, place)
         if isinstance(numbers, Sequence) and len(numbers) == 1:

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def axis_before(view: fx.Node, axis: int) -> int | None:
-    """The axis of a whole view's argument that becomes ``axis`` of its result; None where axes are split or joined."""
+    """Return the argument's axis that a whole view makes ``axis`` of its result; None for split or joined axes."""
     if is_call(view, *TRANSPOSES):
         return permutation(view)[axis]
     (source,) = view.all_input_nodes
@@ -25,7 +25,7 @@ def axis_before(view: fx.Node, axis: int) -> int | None:
 
 
 def viewed_alike(rewriter: Rewriter, node: fx.Node, chain: list[fx.Node], *, at: fx.Node) -> fx.Node:
-    """``node`` seen through the same ``chain`` of views, each a view of the one before it."""
+    """Return ``node`` seen through the same ``chain`` of views, each a view of the one before it."""
     for view in chain:
         node = rewriter.call(view.target, node, *view.args[1:], at=at, **view.kwargs)
     return node

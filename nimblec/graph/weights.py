@@ -18,7 +18,7 @@ class Weights:
 
 
 def constant_weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, channels: int) -> Weights | None:
-    """Constant weights and bias (channels,) of one floating dtype."""
+    """Return constant weights and bias (channels,) of one floating dtype."""
     weight = rewriter.value(weight_node)
     if weight is None or not weight.dtype.is_floating_point:
         return None
@@ -31,7 +31,7 @@ def constant_weights(rewriter: Rewriter, weight_node: Any, bias_node: Any, chann
 
 
 def rounded_weights(old: Tensor, weight: Tensor, bias: Tensor, *, axis: int) -> Weights | None:
-    """New weights in the dtype of ``old``; None where rounding to it would lose too much.
+    """Round new weights to the dtype of ``old``; return None where rounding would lose too much.
 
     A float32 model may be cast to half precision later: weights that fit float16 must still fit it.
     """

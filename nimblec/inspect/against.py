@@ -141,7 +141,7 @@ def _describe(compared: NodeComparison, tolerance: float, *, failed: bool) -> It
 
 
 def _misfits(program: Program, model: "ModelProto") -> Iterator[str]:
-    """Signs that a plan was not made from a model."""
+    """Yield the signs that a plan was not made from a model."""
     inputs = {tensor.name: tensor for tensor in model_file.inputs(model)}
     found = {tensor.name for tensor in program.inputs}
     if found != set(inputs):

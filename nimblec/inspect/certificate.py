@@ -83,7 +83,7 @@ def _required(works: Sequence[Work], members: Sequence[int]) -> Iterator[tuple[i
 
 
 def _data_edges(works: Sequence[Work]) -> list[list[int]]:
-    """Pairs of works of which the data order the first before the second, in ascending order of the second."""
+    """Return pairs of works whose data order the first before the second, ascending by the second."""
     edges = []
     for (region, _), touched in pieces.touches(works).items():
         for pairs in pieces.conflicts(touched) if touched.write.any() else ():

@@ -36,7 +36,7 @@ _COMMAND_KINDS = ("launch", "memcpy", "memset", "record", "wait")
 
 
 def describe(plan: Plan, *, file_nbytes: int) -> Json:
-    """Everything about a plan but its bytes, in an order that does not change; sizes in bytes.
+    """Describe everything in a plan but its bytes, in an order that does not change; sizes are in bytes.
 
     ``file_nbytes`` is the size of the file that the plan came from.
     """
@@ -60,13 +60,13 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
 
 
 def _refit(refit: Program) -> Json:
-    """Weights of the model that can be replaced, and how many commands make constants of them."""
+    """Describe the weights of the model that can be replaced, and count the commands that make constants of them."""
     weights = [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in refit.inputs]
     return {"weights": weights, "commands": len(refit.commands)}
 
 
 def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
-    """Bytes of the file, and what they are; and of the memory a run needs.
+    """Return the bytes of the file by content, and the bytes of memory that a run needs.
 
     ``metadata`` is what is neither code nor contents of weights and state: the FlatBuffer, the
     trailer and the padding.
@@ -85,7 +85,7 @@ def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
 
 
 def modules_by_origin(plan: Plan) -> dict[str, Json]:
-    """Modules of each origin: how many, and their bytes."""
+    """Count the modules of each origin, and their bytes."""
     origins = sorted({module.origin for module in plan.modules})
     return {origin: _modules_of(plan, origin) for origin in origins}
 
@@ -255,7 +255,7 @@ Span = tuple[int, int]
 
 
 def state_uses(plan: Plan) -> list[dict[str, str]]:
-    """For each tensor of the state its use in each program that uses it, by the program's name.
+    """Return, for each tensor of the state, its use in each program that uses it, by the program's name.
 
     "in place": commands write it where it lies, a part of it or over what they read; "copied": its next value
     is made elsewhere and copied there; "read".

@@ -1,10 +1,8 @@
 """Find the first ONNX node whose value differs between a plan and ONNX Runtime.
 
-A plan need not hold every value: nodes are fused, folded, and laid out differently. The result of an op counts as a
-node's value if the op names that node as its source and its result has as many bytes. The numbers may be in another
-order (a layout), or be the value of a later node (a fusion); the node differs only if they are neither. The values
-between the nodes of a CPU plan's launch are in no memory of the plan: the launch's model is run once more, on the
-values of the plan's run, with these as outputs.
+A plan need not hold every value. The result of an op counts as a node's value if the op names that node as its source
+and has as many bytes; the node differs only if the result is neither the value in another layout nor the value of a
+later, fused node. For values inside a CPU launch, its model is run once more with these values as outputs.
 """
 
 from collections import Counter, deque

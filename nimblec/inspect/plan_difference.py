@@ -273,7 +273,7 @@ def _schedule(program: Program) -> Facts:
 
 
 def _moved(name: str, before: Program, after: Program) -> Iterator[Change]:
-    """Yield how many commands differ in what no other row shows, where both programs have as many."""
+    """Yield how many commands differ in what no other row shows, if both programs have equally many commands."""
     count = len(before.commands)
     if count != len(after.commands):
         return

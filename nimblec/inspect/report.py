@@ -64,8 +64,8 @@ def collect(plan: Plan, *, file_nbytes: int) -> Json:
 def live_ranges(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:
     """Return the values in the arena as (offset, bytes, first span, last span): written, and last in use.
 
-    A value ends where its bytes are written without being read. So one whose parts are written apart, such as a
-    concatenation, is several, and neighbours of one life are one.
+    A value ends where its bytes are written without being read. So a concatenation whose parts are written apart is
+    several values, and neighbours that live equally long are one.
     """
     touched = touches([span.work for span in spans]).get((Region.ARENA, 0))
     if touched is None:

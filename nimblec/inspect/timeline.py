@@ -104,7 +104,7 @@ def kind(program: Program, work: Work) -> str:
 
 
 def visible(text: str) -> str:
-    """Text without characters that control a terminal: a name in a plan may come from anywhere."""
+    """Replace the characters that do not print by "?": a name in a plan may come from anywhere."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

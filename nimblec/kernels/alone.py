@@ -31,7 +31,7 @@ Request = TypeVar("Request", bound=HasNeighbours)
 
 
 def alone(requests: Sequence[Request]) -> list[Request]:
-    """Requests whose neighbours are not fusible, or belong to another such request; needs values of one `propagate`."""
+    """Return the requests without a fusible neighbour outside such requests; needs the values of one `propagate`."""
     inside = {call for request in requests for call in request.calls}
     left = [request for request in requests if not any(_is_generated(n, inside) for n in _neighbours(request))]
     return left if len(left) == len(requests) else alone(left)

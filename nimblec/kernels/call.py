@@ -20,7 +20,7 @@ class Pool(Protocol):
     """A source of copies of weights: `nimblec.kernels.timing.WeightPool`."""
 
     def take(self, like: Tensor) -> Tensor:
-        """Another tensor of this dtype, shape and strides, with memory of its own."""
+        """Return a tensor of the dtype, shape and strides of ``like``, in memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, value: Callable[[Leaf], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and named arguments, with ``value(leaf)`` for each leaf."""
+        """Return positional and named arguments, with ``value(leaf)`` for each leaf."""
         args, kwargs = pytree.tree_map_only((fx.Node, Made, AsStored), value, (self.args, dict(self.kwargs)))
         return args, kwargs
 
@@ -99,7 +99,7 @@ class Call:
         return sum(leaf.meta.nbytes for leaf in leaves if isinstance(leaf, Made) and leaf.role == "weights")
 
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
-        """A function of n < ``length`` that calls the op on random numbers, with the n-th copy of its weights."""
+        """Return a function of n < ``length`` that calls the op on random numbers, with the n-th copy of weights."""
         known: dict[Leaf, Tensor] = {}
 
         def value(leaf: Leaf) -> Tensor:
@@ -121,7 +121,7 @@ class Call:
 
 
 def example(like: Tensor, device: torch.device) -> Tensor:
-    """Random numbers with the dtype, shape and strides of ``like``; bools and integers are ones."""
+    """Draw random numbers with the dtype, shape and strides of ``like``; bools and integers are ones."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     flat = torch.ones(span, dtype=like.dtype, device=device)
     if like.dtype.is_floating_point:

@@ -62,5 +62,5 @@ def rank(times: Mapping[str, float]) -> Choice:
 
 
 def key_of(what: object) -> str:
-    """Return the key of a time that depends on all that the ``repr`` of this tells, and on nothing else."""
+    """Return the key of a time, a hash of the ``repr`` of everything that the time depends on."""
     return sha256(repr(what).encode()).hexdigest()

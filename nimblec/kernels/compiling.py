@@ -41,7 +41,7 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) 
     """
     count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
     shares = [list(jobs[n::count]) for n in range(count)]
-    with ExitStack() as stack:  # closes what workers write to, and waits for them
+    with ExitStack() as stack:
         workers = [stack.enter_context(_start(share, gpu)) for share in shares if share]
         problems = [worker.stderr.read() for worker in workers if worker.stderr]
     for worker, problem in zip(workers, problems, strict=True):
@@ -92,13 +92,14 @@ def _start(jobs: Sequence[Job], gpu: GPU) -> "subprocess.Popen[str]":
         env=environment(),
     )
     assert worker.stdin is not None
-    with suppress(BrokenPipeError), worker.stdin:  # a worker that has ended: its status says so
+    # A worker that has ended reports by its status.
+    with suppress(BrokenPipeError), worker.stdin:
         worker.stdin.write(json.dumps([asdict(job) for job in jobs]))
     return worker
 
 
 def _main() -> None:
-    """A worker: jobs as JSON from standard input."""
+    """Compile, as a worker process, the jobs that standard input holds as JSON."""
     architecture = int(sys.argv[1])
     for described in json.load(sys.stdin):
         compile_job(Job(**described), architecture=architecture)

@@ -33,7 +33,7 @@ class ChainTimer(Protocol):
     """Times calls in one graph, as `nimblec.kernels.timing.GraphTimer` does."""
 
     def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool) -> float:
-        """Microseconds of all calls; with ``flush``, the cache is emptied before."""
+        """Return the microseconds of all calls; ``flush`` empties the cache before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +100,13 @@ class _Chain:
         self._flush = nbytes > _STAY * l2
 
     def contests(self, microseconds: float) -> list[Contest]:
-        """Return those whose launches take a visible share of the ``microseconds`` of all, the most first."""
+        """Return the contests whose launches take a visible share of all ``microseconds``, the largest first."""
         times = {key: self._counts[key] * contest.microseconds for key, contest in self._placed.items()}
         ranked = sorted(times, key=times.__getitem__, reverse=True)
         return [self._placed[key] for key in ranked if times[key] > _LEAST * microseconds]
 
     def time(self, chosen: Mapping[str, str]) -> float:
-        """Microseconds of all kernels, with the ``chosen`` tilings by key; measured unless they are known."""
+        """Return the microseconds of all kernels, with the ``chosen`` tilings by key; measure those not yet known."""
         clock = self._clock
         key = key_of((clock.fingerprint, self._launches, self._flush, sorted(chosen.items())))
         if key not in clock.times:

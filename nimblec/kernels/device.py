@@ -3,12 +3,10 @@
 # ruff: noqa: PLR0911, RET505 - branches are taken while they are compiled
 """Triton functions that the templates share, and how their kernels follow one another.
 
-Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
-Synchronization") a block starts while the kernel before it still runs. It fetches its weights into
-the L2 cache, as nothing ever writes them, and waits before it touches anything else. All blocks
-wait: the end of a kernel then implies the end of all kernels before it. A block lets the next
-kernel start ``early``, before all else, or ``late``, after its own wait: early hides more of the
-launch, but blocks that start too soon occupy room that blocks with work could use.
+Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization") a
+block starts while the kernel before still runs: it fetches weights, which nothing writes, into the L2 cache, then
+waits. All blocks wait, so the end of a kernel implies the end of all kernels before it. Starting the next kernel
+``early`` hides more of the launch than ``late``, after the wait, but its blocks may take room from blocks with work.
 """
 
 import triton
@@ -17,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: tl.constexpr, BEFORE: tl.constexpr):
-    """The prologue of x (rows, columns) in float32; ``image`` of each row, None where there is only one."""
+    """Apply the prologue to x (rows, columns) in float32; ``image`` is each row's, None where there is only one."""
     exists = channel < CHANNELS
     x = x.to(tl.float32)
     if scale_ptr is not None:
@@ -36,7 +34,7 @@ def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: t
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of that name, in float32."""
+    """Apply the activation of that name, in float32."""
     if ACTIVATION == "relu":
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "relu6":

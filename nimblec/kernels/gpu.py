@@ -88,7 +88,7 @@ class GPU:
 
 
 def _speed(capability: tuple[int, int]) -> Speed:
-    """Hopper and datacenter Blackwell multiply wide tiles by groups of four warps or more, others by single warps."""
+    """Return the speed of a GPU: Hopper and datacenter Blackwell multiply wide tiles by four warps, others by one."""
     return Speed() if capability[0] in {9, 10} else Speed(narrow=1)
 
 

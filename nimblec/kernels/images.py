@@ -36,7 +36,7 @@ def convolution_shape(
 
 
 def product_shape(x: Tensor, out_channels: int) -> Convolution:
-    """The geometry for a matrix ``x`` (rows, depth) whose rows are contiguous, at any distance from one another."""
+    """Return the geometry of a matrix ``x`` (rows, depth) with contiguous rows, at any distance from one another."""
     rows, depth = x.shape
     return product(rows, depth, out_channels, row_stride=x.stride(0) if rows > 1 else depth)
 
@@ -52,7 +52,7 @@ def pixel_stride(x: Tensor) -> int:
 
 
 def is_read_well(x: Tensor) -> bool:
-    """Whether the kernels read images at full speed: channels last, possibly part of the channels of larger ones."""
+    """Return whether the kernels read images at full speed: channels last, or a slice of the channels of such."""
     if x.dim() != 4:
         return False
     if x.is_contiguous(memory_format=torch.channels_last):
@@ -73,7 +73,7 @@ def is_within_reach(*tensors: Tensor) -> bool:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Images channels last, as the kernels read them.
+    """Return images channels last, as the kernels read them.
 
     A copy only where their strides differ from the inferred ones: torch's calls and their inference sometimes
     differ for images with an axis of length 1, and so for what is computed from these.
@@ -92,6 +92,6 @@ def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
 
 
 def new_images(x: Tensor, shape: Convolution) -> Tensor:
-    """Uninitialised memory for the results, channels last."""
+    """Allocate the results, channels last."""
     size = (shape.batch, shape.out_channels, shape.out_height, shape.out_width)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)

@@ -48,7 +48,7 @@ class Launch:
         return Job(template=self.template, pointers=dtypes, settings=self._all_settings())
 
     def _all_settings(self) -> dict[str, Any]:
-        """``settings`` and those of the trigger: only a template with a TRIGGER waits for the kernel before it."""
+        """Return ``settings`` and those of the trigger: only a template with TRIGGER waits for the kernel before it."""
         return {**self.settings, "TRIGGER": self.trigger, "launch_pdl": self.trigger != "none"}
 
 
@@ -98,5 +98,5 @@ def ops() -> frozenset[OpOverload]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Triton's name of a dtype, such as "float16"."""
+    """Return Triton's name of a dtype, such as "float16"."""
     return str(dtype).removeprefix("torch.")

@@ -48,13 +48,12 @@ def _nothing(_module: fx.GraphModule, _compile_jobs: Compile) -> None:
 class Family(Generic[Request, Tiling]):
     """A kind of kernels, and how it is put into a graph.
 
-    ``requests`` finds what one launch could compute, ``tilings`` lists the candidates for it, the most promising
-    first, and ``call`` describes the launch. ``framework`` makes the framework's call for comparison, with copies of
-    its weights; it returns None where the alternative is a generated kernel, which cannot be timed here: then
-    candidates are only compared with each other. ``use`` replaces the requests that a function gives a tiling for,
-    after ``prepare`` has rewritten the graph to allow more of them. With ``needs_whole_plan``, only the time of a
-    whole plan shows whether the kernels gain. ``templates`` are the modules whose code the times depend on, and
-    ``reason`` says why the family has its place in the order.
+    ``requests`` finds what one launch could compute, ``tilings`` lists its candidates, the most promising first, and
+    ``call`` describes the launch. ``framework`` makes the framework's call to compare with, or returns None where that
+    is a generated kernel, which cannot be timed alone. ``prepare`` rewrites the graph to allow more requests; ``use``
+    replaces those that a function gives a tiling for. With ``needs_whole_plan``, only the time of a whole plan shows
+    the gain. ``templates`` are the modules whose code the times depend on; ``reason`` explains the family's place in
+    the order.
     """
 
     name: str
@@ -132,7 +131,7 @@ class Selector(Generic[Request, Tiling]):
         compile_jobs: Compile,
         preferred: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``timer`` times calls that take the number, below ``length``, of a copy of their weights from the ``pool``.
+        """Take a ``timer`` of calls that take the number, below ``length``, of a copy of their weights in ``pool``.
 
         ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
         ``preferred`` are tilings that are used instead of the fastest, by the key of a `Contest`.
@@ -206,7 +205,7 @@ class Selector(Generic[Request, Tiling]):
 
 
 def _contenders(choice: Choice, named: Container[str]) -> list[str]:
-    """The chosen tiling and those nearly as fast, the fastest first; none where the framework's calls were chosen."""
+    """Return the chosen tiling and those nearly as fast, the fastest first; none if the framework's calls won."""
     if choice.best not in named:
         return []
     times = choice.microseconds
@@ -215,7 +214,7 @@ def _contenders(choice: Choice, named: Container[str]) -> list[str]:
 
 
 def timing_fingerprint(templates: Iterable[str]) -> str:
-    """What times depend on besides the request: the device, library versions, the code of the templates' modules."""
+    """Hash what times depend on besides the request: the device, library versions, the templates' code."""
     from triton import __version__ as triton_version
     from triton import knobs
 

@@ -109,7 +109,7 @@ def product(rows: int, depth: int, columns: int, *, row_stride: int | None = Non
 
 
 def pair(numbers: Sequence[int]) -> Pair:
-    """Two numbers, one for each axis of images."""
+    """Return two numbers, one for each axis of images."""
     first, second = numbers
     return first, second
 

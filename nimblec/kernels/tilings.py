@@ -33,7 +33,7 @@ class PixelTiling(NumberedTiling):
     num_warps: int = 4
 
     def blocks_over(self, pixels: int, channels: int) -> int:
-        """How many blocks images take."""
+        """Return how many blocks images take."""
         return ceil_div(pixels, self.block_m) * ceil_div(channels, self.block_c)
 
 
@@ -41,7 +41,7 @@ OfPixels = TypeVar("OfPixels", bound=PixelTiling)
 
 
 def by_load(tilings: Iterable[OfPixels], pixels: int, channels: int, gpu: GPU) -> list[OfPixels]:
-    """Sorted: those of about two blocks per multiprocessor and little work past the edges first."""
+    """Sort tilings: first those with about two blocks per multiprocessor and little edge waste."""
 
     def cost(tiling: OfPixels) -> tuple[float, list[int]]:
         blocks = tiling.blocks_over(pixels, channels)

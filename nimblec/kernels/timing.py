@@ -25,7 +25,7 @@ class WeightPool:
         self._taken: Counter[torch.dtype] = Counter()
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor of the dtype, shape and strides of ``like``, which is dense, after the one of its dtype before.
+        """Return a tensor like the dense ``like``, behind the tensor of its dtype that was returned before.
 
         Where the numbers of a dtype end, it begins again at their start.
         """
@@ -53,7 +53,8 @@ class GraphTimer:
         self._flushed = torch.empty(_CACHES * gpu.l2, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])  # keeps the pool alive
+        # A captured graph keeps the pool alive.
+        self._first = self._captured([partial(self._flushed[:16].fill_, 1)])
 
     def screen(self, *, length: int = 12, repeats: int = 3) -> "GraphTimer":
         """Return a quicker timer of shorter chains, on the same memory, that narrows candidates down."""
@@ -62,13 +63,13 @@ class GraphTimer:
         return other
 
     def __call__(self, call: Callable[[int], object]) -> float:
-        """Median microseconds of ``call(n)``, for n from 0 to ``length`` - 1, all of the same kernels."""
+        """Return the median microseconds of ``call(n)``, for n from 0 to ``length`` - 1, all of the same kernels."""
         with self._beside():
             call(0)  # libraries choose and Triton loads on the first call
         return self._chain([partial(call, n) for n in range(self.length)]) / self.length
 
     def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        """Median microseconds of all ``calls`` in one graph; with ``flush`` the cache is emptied before each replay."""
+        """Return the median microseconds of ``calls`` in one graph; ``flush`` empties the cache before each replay."""
         with self._beside():
             for call in calls:
                 call()
@@ -79,7 +80,7 @@ class GraphTimer:
         return 1000 * median
 
     def _replays(self, graph: torch.cuda.CUDAGraph, flush: bool) -> list[float]:
-        """Milliseconds of each of some replays."""
+        """Return the milliseconds of each of some replays."""
         times = []
         for _ in range(self._repeats + 2):
             if flush:

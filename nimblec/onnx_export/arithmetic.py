@@ -1,11 +1,9 @@
 """Arithmetic that torch.onnx exports wrongly, slowly or not at all.
 
-It shifts unsigned numbers as if they were signed; a right shift, which random numbers need often, is three nodes here
-and seven there. An integer to a fractional power becomes an integer. Integers are divided in float32, and a quotient is
-rounded to a number before it is rounded down: 6 // 0.1 is 60, and 59 in PyTorch. The logarithm of a small sigmoid is
-that of zero, that of a sum of powers is infinite where one of them is, and -0 has no sign. Integers, which are rounded
-already, go to operators of ONNX that take none. Sums of booleans are sums. Steps of 0.1 are counted in float32, of
-which 0.6 may have seven. Numbers within some operators are float32 beside float64, too.
+torch.onnx shifts unsigned numbers as signed ones, and spends seven nodes on a right shift where three do. It makes an
+integer of an integer to a fractional power, divides integers in float32, and rounds a quotient before rounding it down
+(6 // 0.1 is 60, in PyTorch 59). It takes the logarithm of a sigmoid that has rounded to zero, overflows in a sum of
+powers, and loses the sign of -0. It counts steps of 0.1 in float32, where 0.6 may have seven.
 """
 
 from collections.abc import Callable
@@ -37,7 +35,7 @@ _FLOATS = {
 
 
 def shift_right(self: Any, other: int) -> Any:
-    """aten.__rshift__.Scalar: that of numbers with signs, which keeps them, is a division without a rest."""
+    """Translate aten.__rshift__.Scalar: of signed numbers, to a division rounded down."""
     if self.dtype in _UNSIGNED:
         return op.BitShift(self, like(other, self), direction="RIGHT")
     if self.dtype not in _DIVISIBLE or not 0 <= other < _DIVISIBLE[self.dtype]:
@@ -47,34 +45,34 @@ def shift_right(self: Any, other: int) -> Any:
 
 
 def shift_right_by(self: Any, other: Any) -> Any:
-    """aten.bitwise_right_shift.Tensor."""
+    """Translate aten.bitwise_right_shift.Tensor."""
     if self.dtype in _UNSIGNED and other.dtype == self.dtype:
         return op.BitShift(self, other, direction="RIGHT")
     return core.aten_bitwise_right_shift(self, other)
 
 
 def shift_left(self: Any, other: int) -> Any:
-    """aten.__lshift__.Scalar."""
+    """Translate aten.__lshift__.Scalar."""
     if self.dtype in _UNSIGNED:
         return op.BitShift(self, like(other, self), direction="LEFT")
     return core.aten_bitwise_left_shift_tensor_scalar(self, other)
 
 
 def shift_left_by(self: Any, other: Any) -> Any:
-    """aten.bitwise_left_shift.Tensor."""
+    """Translate aten.bitwise_left_shift.Tensor."""
     if self.dtype in _UNSIGNED and other.dtype == self.dtype:
         return op.BitShift(self, other, direction="LEFT")
     return core.aten_bitwise_left_shift(self, other)
 
 
 def log_sigmoid(self: Any) -> Any:
-    """aten.log_sigmoid: min(x, 0) - log(1 + exp(-|x|)), which is finite where the sigmoid is rounded to zero."""
+    """Translate aten.log_sigmoid as min(x, 0) - log(1 + exp(-|x|)), finite where the sigmoid rounds to zero."""
     near = op.Log(op.Add(op.Exp(op.Neg(op.Abs(self))), like(1, self)))
     return op.Sub(op.Min(self, like(0, self)), near)
 
 
 def log_add(base: float, self: Any, other: Any) -> Any:
-    """aten.logaddexp or logaddexp2: the larger plus what the smaller adds, as the power of either may be infinite."""
+    """Translate aten.logaddexp and logaddexp2 as the larger plus a correction: the power of either may be infinite."""
     zero = like(0, self)
     apart = op.Where(op.Equal(self, other), zero, op.Abs(op.Sub(self, other)))
     added = op.Log(op.Add(op.Exp(op.Mul(apart, like(-log(base), self))), like(1, self)))
@@ -82,14 +80,14 @@ def log_add(base: float, self: Any, other: Any) -> Any:
 
 
 def power(self: Any, exponent: Any) -> Any:
-    """aten.pow.Tensor_Tensor: in the type that PyTorch promotes both to, where torch.onnx takes that of the base."""
+    """Translate aten.pow.Tensor_Tensor in the type that PyTorch promotes both to; torch.onnx takes the base's."""
     if _outranks(exponent, self):
         self = op.Cast(self, to=exponent.dtype)
     return core.aten_pow(self, exponent)
 
 
 def _outranks(first: Any, second: Any) -> bool:
-    """Whether the type of the first is that of both together; a number's width does not count beside a tensor."""
+    """Return whether the first's type is also that of both; a number's width does not count beside a tensor."""
     kinds = [bool(each.dtype.is_floating_point()) for each in (first, second)]
     if kinds[0] != kinds[1]:
         return kinds[0]
@@ -97,7 +95,7 @@ def _outranks(first: Any, second: Any) -> bool:
 
 
 def remainder(self: Any, other: Any) -> Any:
-    """aten.remainder: what is left of the quotient that is rounded down, exactly."""
+    """Translate aten.remainder, exactly: what is left of the quotient that is rounded down."""
     self, other = _tensors(self, other)
     if self.dtype.is_integer():
         return core.aten_remainder(self, other)
@@ -106,7 +104,7 @@ def remainder(self: Any, other: Any) -> Any:
 
 
 def floor_divide(self: Any, other: Any) -> Any:
-    """aten.floor_divide: rounded down from the exact quotient, not from that which was rounded to a number."""
+    """Translate aten.floor_divide, which rounds the exact quotient down, not the quotient that was already rounded."""
     self, other = _tensors(self, other)
     if self.dtype.is_integer():
         return core.aten_floor_divide(self, other)
@@ -117,7 +115,7 @@ def floor_divide(self: Any, other: Any) -> Any:
 
 
 def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
-    """aten.div.Tensor_mode: of integers without a detour by float32."""
+    """Translate aten.div.Tensor_mode, of integers without a detour by float32."""
     self, other = _tensors(self, other)
     if rounding_mode == "floor":
         return floor_divide(self, other)
@@ -127,7 +125,7 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
 
 
 def add(self: Any, other: Any, alpha: float = 1.0) -> Any:
-    """aten.add.Tensor."""
+    """Translate aten.add.Tensor."""
     if self.dtype == onnx_ir.DataType.BOOL and alpha:
         number = like(other, self) if isinstance(other, bool) else other
         if isinstance(other, bool) or other.dtype == onnx_ir.DataType.BOOL:
@@ -136,7 +134,7 @@ def add(self: Any, other: Any, alpha: float = 1.0) -> Any:
 
 
 def steps(start: Any, end: Any, step: Any = 1, dtype: int = -1, **options: Any) -> Any:
-    """aten.arange.start_step: of fractions as a constant, which PyTorch counts in float64."""
+    """Translate aten.arange.start_step, of fractions as a constant, which PyTorch counts in float64."""
     bounds = (start, end, step)
     is_known = all(isinstance(bound, int | float) for bound in bounds)
     if is_known and any(isinstance(bound, float) for bound in bounds) and dtype in _FLOATS:
@@ -145,14 +143,14 @@ def steps(start: Any, end: Any, step: Any = 1, dtype: int = -1, **options: Any) 
 
 
 def signbit(self: Any) -> Any:
-    """aten.signbit: whether it is below zero, as -0 is."""
+    """Translate aten.signbit: whether a number is below zero, as -0 is."""
     zero = like(0, self)
     below = op.Less(self, zero)
     return below if self.dtype.is_integer() else op.Or(below, op.Less(op.Reciprocal(self), zero))
 
 
 def hypot(self: Any, other: Any) -> Any:
-    """prims.hypot: the longer side times a root, as its square may be infinite."""
+    """Translate prims.hypot as the longer side times a root, as its square may be infinite."""
     longer, shorter = (choose(op.Abs(self), op.Abs(other)) for choose in (op.Max, op.Min))
     ratio = op.Div(shorter, longer)
     length = op.Mul(longer, op.Sqrt(op.Add(op.Mul(ratio, ratio), like(1, self))))
@@ -161,14 +159,14 @@ def hypot(self: Any, other: Any) -> Any:
 
 
 def relu(self: Any) -> Any:
-    """aten.relu: of int64, for which ONNX Runtime has no kernel, a maximum."""
+    """Translate aten.relu of int64 as a maximum, since ONNX Runtime has no Relu kernel for int64."""
     return op.Max(self, like(0, self)) if self.dtype == onnx_ir.DataType.INT64 else op.Relu(self)
 
 
 def rrelu(
     self: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_generator: object
 ) -> tuple[Any, Any]:
-    """aten.rrelu_with_noise_functional in evaluation mode, where the slope below zero is the mean of its bounds."""
+    """Translate aten.rrelu_with_noise_functional in evaluation mode: below zero the slope is the mean of its bounds."""
     if training:
         raise UnsupportedModelError("rrelu draws random numbers in training mode: call .eval() first")
     return op.LeakyRelu(self, alpha=(lower + upper) / 2), op.Identity(noise)
@@ -184,43 +182,43 @@ def _in_float64(exact: Callable[..., Any], other: Callable[..., Any]) -> Callabl
 
 
 def logarithm(base: float, self: Any) -> Any:
-    """aten.log2, aten.log10."""
+    """Translate aten.log2 and aten.log10."""
     return op.Div(op.Log(self), like(log(base), self))
 
 
 def sinc(self: Any) -> Any:
-    """aten.sinc."""
+    """Translate aten.sinc."""
     angle = op.Mul(self, like(pi, self))
     return op.Where(op.Equal(self, like(0, self)), like(1, self), op.Div(op.Sin(angle), angle))
 
 
 def add_product(self: Any, tensor1: Any, tensor2: Any, value: float = 1) -> Any:
-    """aten.addcmul."""
+    """Translate aten.addcmul."""
     return op.Add(self, op.Mul(op.Mul(like(value, self), tensor1), tensor2))
 
 
 def add_quotient(self: Any, tensor1: Any, tensor2: Any, value: float = 1) -> Any:
-    """aten.addcdiv."""
+    """Translate aten.addcdiv."""
     return op.Add(self, op.Mul(op.Div(tensor1, tensor2), like(value, self)))
 
 
 def hardtanh(self: Any, min_val: float = -1, max_val: float = 1) -> Any:
-    """aten.hardtanh."""
+    """Translate aten.hardtanh."""
     return op.Clip(self, like(min_val, self), like(max_val, self))
 
 
 def fill(self: Any, value: float) -> Any:
-    """aten.fill.Scalar."""
+    """Translate aten.fill.Scalar."""
     return op.Expand(like(value, self), op.Shape(self))
 
 
 def _of_floats(rounded: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """aten.floor and its like, of which integers are their own results."""
+    """Return the translation of aten.floor or its like; integers are their own results."""
     return lambda self: op.Identity(self) if self.dtype.is_integer() else rounded(self)
 
 
 def _but_nan(better: Callable[..., Any]) -> Callable[..., Any]:
-    """prims.fmax or fmin: the better of two numbers, or the one that is a number."""
+    """Return the translation of prims.fmax or fmin: the better of two numbers, or the one that is not NaN."""
 
     def translated(self: Any, other: Any) -> Any:
         if self.dtype.is_integer():
@@ -237,7 +235,7 @@ def _tensors(self: Any, other: Any) -> list[Any]:
 
 
 def _rest(self: Any, other: Any) -> tuple[Any, Any]:
-    """What is left of the quotient that is rounded towards zero, and whether that is above the one rounded down."""
+    """Return the remainder of the quotient rounded towards zero, and whether that exceeds the one rounded down."""
     zero = like(0, self)
     rest = op.Mod(self, other, fmod=1)
     differ = op.Not(op.Equal(op.Less(rest, zero), op.Less(other, zero)))

@@ -32,12 +32,12 @@ Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 def extreme(plain: Callable[..., Any], self: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
-    """aten.amax or aten.amin, by default of all elements."""
+    """Translate aten.amax or aten.amin, by default of all elements."""
     return plain(self, ints(dim), keepdim) if len(self.shape) else op.Identity(self)
 
 
 def extreme_along(plain: Callable[..., Any], self: Any, dim: int, keepdim: bool = False) -> Any:
-    """aten.max.dim or aten.min.dim, which ONNX lacks for truth values."""
+    """Translate aten.max.dim or aten.min.dim, which ONNX lacks for truth values."""
     if self.dtype != _BOOL:
         return plain(self, dim, keepdim)
     numbers: Any = op.Cast(self, to=_INT32)
@@ -47,18 +47,18 @@ def extreme_along(plain: Callable[..., Any], self: Any, dim: int, keepdim: bool 
 
 
 def squeeze(self: Any, dim: int) -> Any:
-    """aten.squeeze.dim: an axis of another size than one stays."""
+    """Translate aten.squeeze.dim, which keeps an axis of another size than one."""
     is_one = len(self.shape) and self.shape[dim] == 1
     return op.Squeeze(self, ints([dim])) if is_one else op.Identity(self)
 
 
 def stable_sort(self: Any, dim: int = -1, descending: bool = False, **_stable: Any) -> Any:
-    """aten.sort.stable: ONNX's TopK keeps the order of equal values."""
+    """Translate aten.sort.stable: ONNX's TopK keeps the order of equal values."""
     return core.aten_sort(self, dim, descending)
 
 
 def kth_value(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    """aten.kthvalue: the last of the k smallest, and its place."""
+    """Translate aten.kthvalue as the last of the k smallest, and its place."""
     if not len(self.shape):
         return op.Identity(self), op.Constant(value_int=0)
     axis, last = ints([dim]), ints([k - 1])
@@ -68,7 +68,7 @@ def kth_value(self: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
 
 
 def median_along(self: Any, dim: int, keepdim: bool = False) -> Any:
-    """aten.median.dim: the lower of two in the middle; NaN, and its place, where there is one."""
+    """Translate aten.median.dim: the lower of two in the middle; NaN, and its place, where there is one."""
     count = size(self, dim) if len(self.shape) else 1
     value, place = kth_value(self, (count + 1) // 2, dim, keepdim)
     if self.dtype.is_integer() or not len(self.shape):
@@ -80,7 +80,7 @@ def median_along(self: Any, dim: int, keepdim: bool = False) -> Any:
 
 
 def median(self: Any) -> Any:
-    """aten.median of all elements."""
+    """Translate aten.median of all elements."""
     if not len(self.shape):
         return op.Identity(self)
     count = prod(size(self, axis) for axis in range(len(self.shape)))
@@ -88,7 +88,7 @@ def median(self: Any) -> Any:
 
 
 def running_product(self: Any, dim: int, dtype: int = -1) -> Any:
-    """aten.cumprod: of integers in 64 bits."""
+    """Translate aten.cumprod, of integers in 64 bits."""
     if dtype == -1 and self.dtype.is_integer():
         dtype = _INT64
     cast = self if dtype == -1 else op.Cast(self, to=dtype)
@@ -96,7 +96,7 @@ def running_product(self: Any, dim: int, dtype: int = -1) -> Any:
 
 
 def running_extreme(leads: Callable[[Any, Any], Any], self: Any, dim: int) -> Any:
-    """aten.cummax or aten.cummin, with the last place of the value that ``leads`` all before it, or is NaN."""
+    """Translate aten.cummax or aten.cummin, with the last place of each value that ``leads``, or is NaN."""
     if not len(self.shape):
         return op.Identity(self), op.Constant(value_int=0)
     along = np.arange(size(self, dim)).reshape([-1, *[1] * (len(self.shape) - 1 - dim % len(self.shape))])
@@ -113,7 +113,7 @@ def running_extreme(leads: Callable[[Any, Any], Any], self: Any, dim: int) -> An
 
 
 def _scan(values: Sequence[Any], self: Any, dim: int, combine: Combine) -> Sequence[Any]:
-    """Running results along an axis of ``self``: each round combines those of twice as many (Hillis and Steele)."""
+    """Scan an axis of ``self``; each round combines twice as many elements (Hillis and Steele)."""
     length = size(self, dim) if len(self.shape) else 1
     reach = 1
     while reach < length:
@@ -135,7 +135,7 @@ def place_among(
     side: str | None = None,
     sorter: Any = None,
 ) -> Any:
-    """aten.searchsorted: how many values come before, or are equal as well where the place is that to the ``right``."""
+    """Translate aten.searchsorted by counting the values before each place, with equal ones for ``right``."""
     if isinstance(self, int | float):
         self = like(self, sorted_sequence)
     has_rows = len(sorted_sequence.shape) > 1
@@ -150,7 +150,7 @@ def place_among(
 
 
 def distances(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
-    """aten._cdist_forward: p-norms of the differences of all rows of (..., P, M) and (..., R, M)."""
+    """Translate aten._cdist_forward: p-norms of the differences of all rows of (..., P, M) and (..., R, M)."""
     is_long = max(size(x1, -2), size(x2, -2)) > _FEW
     if p == _EUCLIDEAN and (compute_mode == _ALWAYS or (is_long and compute_mode != _NEVER)):
         squares, others = (op.ReduceSum(op.Mul(x, x), ints([-1]), keepdims=1) for x in (x1, x2))
@@ -176,12 +176,12 @@ def _transposed(x: Any) -> Any:
 
 
 def stacked(axis: int, missing: Callable[[int], Sequence[int]], tensors: Sequence[Any]) -> Any:
-    """Tensors side by side, after axes of size one, which are ``missing`` at their rank, were put in."""
+    """Concatenate tensors along ``axis``, first adding the axes of size one that are ``missing`` at their rank."""
     return op.Concat(*(unsqueezed(x, missing(len(x.shape))) for x in tensors), axis=axis)
 
 
 def horizontally(tensors: Sequence[Any]) -> Any:
-    """aten.hstack: vectors along their one axis."""
+    """Translate aten.hstack, which joins vectors along their one axis."""
     flat = max(len(x.shape) for x in tensors) <= 1
     return stacked(0 if flat else 1, lambda rank: () if rank else (0,), tensors)
 

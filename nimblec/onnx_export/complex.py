@@ -15,18 +15,18 @@ aten = torch.ops.aten
 
 
 def unsqueeze(self: Any, dim: int) -> Any:
-    """aten.unsqueeze."""
+    """Translate aten.unsqueeze."""
     return op.Unsqueeze(self, ints([_axis(dim)]))
 
 
 def select(self: Any, dim: int, index: int) -> Any:
-    """aten.select.int."""
+    """Translate aten.select.int."""
     axis = _axis(dim)
     return op.Squeeze(op.Gather(self, ints([index]), axis=axis), ints([axis]))
 
 
 def expand(self: Any, size: Sequence[Any], implicit: bool = False) -> Any:
-    """aten.expand."""
+    """Translate aten.expand."""
     return core.aten_expand(self, [*size, 1], implicit)
 
 

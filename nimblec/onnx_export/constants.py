@@ -18,12 +18,12 @@ def like(value: ArrayLike, other: Any) -> Any:
 
 
 def ints(values: Sequence[int]) -> Any:
-    """Axes or sizes."""
+    """Return a constant of axes or sizes."""
     return op.Constant(value_ints=list(values))
 
 
 def numbers_below(count: Any) -> Any:
-    """From 0, of a size (1,)."""
+    """Return the numbers from 0 up to a size (1,)."""
     zero, one = (op.Squeeze(ints([number])) for number in (0, 1))
     made: Any = op.Range(zero, op.Squeeze(count), one)
     return made
@@ -41,12 +41,12 @@ def described(value: Any, shape: Sequence[Any], other: Any) -> Any:
 
 
 def sizes(value: Any) -> list[int]:
-    """Of a value whose shape is known."""
+    """Return the sizes of a value whose shape is known."""
     return [int(size) for size in value.shape]
 
 
 def size(value: Any, axis: int) -> int:
-    """Of one axis; raises UnsupportedModelError where it is dynamic."""
+    """Return the size of one axis; raises UnsupportedModelError where it is dynamic."""
     found = value.shape[axis]
     if not isinstance(found, int):
         raise UnsupportedModelError(f"an operator works along an axis of dynamic size ({found}): compile for one size")

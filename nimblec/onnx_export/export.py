@@ -270,7 +270,7 @@ def accuracy(
     *,
     max_error: float | None,
 ) -> tuple[str, ...]:
-    """A note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the file.
+    """Return a note of how far ONNX Runtime's outputs are from PyTorch's; none where it cannot run the file.
 
     ``outputs`` are those of ``model``. Raises CompileError where the file computes something else, or where floats
     differ by more than ``max_error`` of an output's largest magnitude.
@@ -289,7 +289,8 @@ def accuracy(
     try:
         program.initialize_inference_session(_session)
         found = program(*model.args, **model.kwargs)
-    except runtime_errors():  # reported later, with the node that it cannot run
+    except runtime_errors():
+        # A node that ONNX Runtime cannot run is reported later.
         return ()
     notes: list[str] = []
     errors: dict[str, float] = {}
@@ -326,7 +327,7 @@ def _accuracy_note(name: str, errors: Mapping[str, float], max_error: float | No
 
 
 def _nudged_outputs(model: TorchModel) -> list[list[torch.Tensor]]:
-    """PyTorch's outputs in runs on inputs that differ by rounding."""
+    """Return PyTorch's outputs in runs on inputs that differ by rounding."""
     found = []
     for by in _NUDGES:
         args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_nudged, by=by), (model.args, model.kwargs))

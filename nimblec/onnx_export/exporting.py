@@ -51,14 +51,15 @@ def atan2(y: Any, x: Any, dtype: Any) -> Any:
 
 
 def _is_negative(value: Any, zero: Any) -> Any:
-    """Of -0, whose reciprocal is below zero, too."""
+    """Return whether numbers are negative, -0 among them: its reciprocal is below zero, too."""
     return op.Less(op.Min(value, op.Reciprocal(value)), zero)
 
 
 @contextmanager
 def exact_angles() -> Iterator[None]:
     """Have torch.onnx take `atan2` for real and for complex numbers, of which it takes no translation of ours."""
-    before = core._atan2  # what both of its own translations call
+    # Both of torch.onnx's translations call this function.
+    before = core._atan2
     core._atan2 = atan2
     try:
         yield

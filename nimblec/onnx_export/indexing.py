@@ -1,14 +1,9 @@
 """Reads of a part of a tensor, and writes to one.
 
-A diagonal torch.onnx reads as a sum of products with zeros, which are no numbers beside infinity, and an index of int32
-as ONNX Runtime takes none.
-
-Writes of a few rows become ScatterND, which ONNX Runtime does in place. torch.onnx transposes the tensor before and
-after where the rows are not of its first dimension: two copies of a whole cache. Here every dimension up to theirs is
-indexed instead, and each row is one contiguous copy.
-
-What a mask chooses torch.onnx counts, also where one value replaces all of it, and a plan's sizes are fixed. Of values
-that are scattered as a mean it keeps the last one; with other reductions it scatters them by one of several operators.
+torch.onnx reads a diagonal as a product with zeros, which is NaN beside infinity. It writes rows between two
+transposes, copies of a whole cache, unless they are of the first dimension: here ScatterND indexes every dimension up
+to theirs, and ONNX Runtime writes in place. It counts what a mask chooses, though a plan's sizes are fixed, and keeps
+only the last of values that are scattered as a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +32,12 @@ _NEUTRAL: dict[str, Callable[[np.dtype[Any]], Any]] = {
 
 
 def index(self: Any, indices: Sequence[Any]) -> Any:
-    """aten.index.Tensor."""
+    """Translate aten.index.Tensor."""
     return core.aten_index(self, [*map(_in_64_bits, indices)])
 
 
 def index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """aten.index_put: a choice between two tensors where a mask says which values one value replaces."""
+    """Translate aten.index_put as a choice between two tensors where one value replaces all that a mask chooses."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype == onnx_ir.DataType.BOOL:
         ((dim, mask),) = given
@@ -65,7 +60,7 @@ def _in_64_bits(index: Any) -> Any:
 
 
 def _without_chosen(values: Any, behind: int, mask_rank: int) -> Any:
-    """Values for all that a mask could choose, with its axes; None where each that it chooses has a value of its own.
+    """Return values for all that a mask could choose, with its axes; None where each chosen place has its own value.
 
     ``behind`` are the axes after those of the mask.
     """
@@ -80,7 +75,7 @@ def _without_chosen(values: Any, behind: int, mask_rank: int) -> Any:
 
 
 def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
-    """aten.scatter_reduce.two: without its own elements, it begins with what changes no result."""
+    """Translate aten.scatter_reduce.two; without its own elements, it begins with the reduction's neutral element."""
     if not len(self.shape):
         axes = ints([0])
         self, index, src = (described(op.Unsqueeze(each, axes), [1], each) for each in (self, index, src))
@@ -100,7 +95,7 @@ def scatter_reduce(self: Any, dim: int, index: Any, src: Any, reduce: str, inclu
 
 
 def scatter(self: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
-    """aten.scatter.reduce, which reads as much of ``src`` as the index has places; and value_reduce, of a number."""
+    """Translate aten.scatter.reduce, which reads as much of ``src`` as the index has places; and value_reduce."""
     if isinstance(src, int | float):
         src = described(op.Expand(like(src, self), op.Shape(index)), index.shape, self)
     elif (rank := len(index.shape)) > 0:
@@ -109,7 +104,7 @@ def scatter(self: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
 
 
 def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
-    """aten.index_reduce: each place of the index stands for a row."""
+    """Translate aten.index_reduce, in whose index each place stands for a row."""
     rank = max(len(source.shape), 1)
     dim %= rank
     places = op.Reshape(index, ints([*[1] * dim, -1, *[1] * (rank - 1 - dim)]))
@@ -118,7 +113,7 @@ def index_reduce(self: Any, dim: int, index: Any, source: Any, reduce: str, *, i
 
 
 def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    """aten.put: into a tensor as if it were flat."""
+    """Translate aten.put, which writes into a tensor as if it were flat."""
     flat = ints([-1])
     places, values = (op.Reshape(each, flat) for each in (index, source))
     reduction = "add" if accumulate else "none"
@@ -127,7 +122,7 @@ def put(self: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
 
 
 def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
-    """aten.masked_scatter: the n-th place that the mask chooses gets the n-th value."""
+    """Translate aten.masked_scatter: the n-th place that the mask chooses gets the n-th value."""
     flat, shape = ints([-1]), op.Shape(self)
     chosen: Any = op.Cast(op.Reshape(op.Expand(mask, shape), flat), to=onnx_ir.DataType.INT64)
     first: Any = op.Constant(value_int=0)
@@ -137,7 +132,7 @@ def masked_scatter(self: Any, mask: Any, source: Any) -> Any:
 
 
 def diagonal(self: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """aten.diagonal: read alone, as infinity beside it times 0 is no number."""
+    """Translate aten.diagonal by reading it alone: a product with a mask would make NaN of infinity beside it."""
     if not all(isinstance(size, int) for size in self.shape):
         return core.aten_diagonal(self, offset, dim1, dim2)
     places: Any = op.Constant(value=numpy_helper.from_array(_diagonal_places(sizes(self), offset, dim1, dim2)))
@@ -145,7 +140,7 @@ def diagonal(self: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
 
 
 def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """aten.diagonal_scatter: a diagonal at known positions."""
+    """Translate aten.diagonal_scatter of a diagonal at known positions."""
     shape = sizes(self)
     places = _diagonal_places(shape, offset, dim1, dim2)
     flat = ints([-1])
@@ -154,18 +149,18 @@ def diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: 
 
 
 def _diagonal_places(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> np.ndarray:
-    """Of each element of a diagonal its number in the tensor as if it were flat."""
+    """Return, for each element of a diagonal, its number in the flattened tensor."""
     return np.arange(prod(shape)).reshape(shape).diagonal(offset, dim1, dim2).copy()
 
 
 def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
-    """aten.index_copy: rows of ``source`` to the positions ``index`` of a dimension."""
+    """Translate aten.index_copy: rows of ``source`` to the positions ``index`` of a dimension."""
     dim %= max(len(self.shape), 1)
     return _write_rows(self, dim, index, source) if len(self.shape) else source
 
 
 def index_put_rows(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
-    """aten.index_put: as `index_copy` where one dimension is indexed by a number or a list of them."""
+    """Translate aten.index_put as `index_copy` where one dimension is indexed by a number or a list of them."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) != 1 or accumulate or len(given[0][1].shape) > 1 or given[0][1].dtype != onnx_ir.DataType.INT64:
         return index_put(self, indices, values, accumulate)
@@ -179,7 +174,7 @@ def index_put_rows(self: Any, indices: Sequence[Any], values: Any, accumulate: b
 
 
 def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
-    """aten.select_scatter: one row at a known position."""
+    """Translate aten.select_scatter of one row at a known position."""
     dim %= len(self.shape)
     return _write_rows(self, dim, ints([index]), op.Unsqueeze(src, ints([dim])), count=1)
 
@@ -187,7 +182,7 @@ def select_scatter(self: Any, src: Any, dim: int, index: int) -> Any:
 def slice_scatter(
     self: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """aten.slice_scatter: rows at known positions; where they are most of the tensor, the rest is put around them."""
+    """Translate aten.slice_scatter of rows at known positions; put the rest around rows that are most of the tensor."""
     shape = sizes(self)
     dim %= len(shape)
     positions = range(shape[dim])[slice(start, end, step)]
@@ -202,7 +197,7 @@ def slice_scatter(
 
 
 def _write_rows(self: Any, dim: int, positions: Any, source: Any, count: int | None = None) -> Any:
-    """``source``, a row for each of the positions, written into a dimension of a tensor."""
+    """Write ``source``, a row for each of the positions, into a dimension of a tensor."""
     count = sizes(source)[dim] if count is None else count
     lead = (*sizes(self)[:dim], count)
     places = op.Expand(op.Reshape(positions, ints([*[1] * dim, count, 1])), ints([*lead, 1]))

@@ -23,7 +23,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """aten.cross_entropy_loss, of numbers of classes or of their probabilities."""
+    """Translate aten.cross_entropy_loss, of numbers of classes or of their probabilities."""
     if len(self.shape) == 1:
         axis = ints([0])
         self, target = (described(op.Unsqueeze(each, axis), [1, *each.shape], each) for each in (self, target))
@@ -44,7 +44,7 @@ def cross_entropy(
 
 
 def _entropies(scores: Any, probabilities: Any, weight: Any, label_smoothing: float) -> Any:
-    """Of each row of classes."""
+    """Return the entropy of each row of classes."""
     if label_smoothing:
         classes = op.CastLike(op.Shape(scores, start=1, end=2), scores)
         even = op.Div(like(label_smoothing, scores), classes)

@@ -36,7 +36,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """aten._embedding_bag of indices (L,) and the offsets of its bags (B,), or (B + 1,) with the end of the last."""
+    """Translate aten._embedding_bag of indices (L,) and offsets of bags (B,), or (B + 1,) with the end of the last."""
     zero, one, axis = like(0, weight), like(1, weight), ints([1])
     bags = op.Unsqueeze(_bags(indices, offsets), axis)
     rows = op.Gather(weight, indices)
@@ -66,7 +66,7 @@ def embedding_bag(
 
 
 def _bags(indices: Any, offsets: Any) -> Any:
-    """Of each index the number of its bag (L,): how many bags begin there or before, less one."""
+    """Return the number of the bag of each index (L,): how many bags begin there or before, less one."""
     zero, one = ints([0]), ints([1])
     places = op.CastLike(numbers_below(op.Shape(indices)), offsets)
     begun = op.GreaterOrEqual(op.Unsqueeze(places, one), op.Unsqueeze(offsets, zero))
@@ -97,7 +97,7 @@ def _average(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adaptive_maximum(axes: int, self: Any, output_size: Sequence[int]) -> tuple[Any, Any]:
-    """aten.adaptive_max_pool of the last ``axes``: maxima, and the elements that they are."""
+    """Translate aten.adaptive_max_pool of the last ``axes``: maxima, and the elements that they are."""
     elements, _ = _adaptive_windows([size(self, axis) for axis in range(-axes, 0)], output_size)
     windows = _gathered(axes, self, elements)
     count, most = elements.shape
@@ -109,7 +109,7 @@ def adaptive_maximum(axes: int, self: Any, output_size: Sequence[int]) -> tuple[
 
 
 def adaptive_mean(axes: int, self: Any, output_size: Sequence[int]) -> Any:
-    """aten._adaptive_avg_pool of the last ``axes``."""
+    """Translate aten._adaptive_avg_pool of the last ``axes``."""
     elements, shares = _adaptive_windows([size(self, axis) for axis in range(-axes, 0)], output_size)
     sums = op.ReduceSum(op.Mul(_gathered(axes, self, elements), like(shares, self)), ints([-1]), keepdims=0)
     return op.Reshape(sums, ints([*[0] * (len(self.shape) - axes), *output_size]))

@@ -20,7 +20,7 @@ _GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
 def _recurrence(
     kind: str, x: Any, hx: Any, params: Sequence[Any], *given: Any, lengths: Any = None, activation: str = ""
 ) -> Any:
-    """aten.lstm.input and its like; a projection of the hidden state is refused, which ONNX's LSTM lacks."""
+    """Translate aten.lstm.input and its like; refuse a projection of the hidden state, which ONNX's LSTM lacks."""
     # A module that draws random numbers for dropout is refused before.
     has_biases, num_layers, _dropout, _train, bidirectional, batch_first = given
     states = hx if kind == "LSTM" else [hx]
@@ -70,7 +70,7 @@ _BY_NAME = {
 
 
 def _recurrence_of_lengths(kind: str, x: Any, lengths: Any, states: Sequence[Any], *others: Any) -> Any:
-    """The recurrence of a packed sequence: ONNX Runtime refuses a length of more than there are steps."""
+    """Translate the recurrence of a packed sequence; ONNX Runtime refuses a length of more than there are steps."""
     hx = states if kind == "lstm" else states[0]
     return _BY_NAME[kind](x, hx, *others, False, lengths=op.Cast(lengths, to=onnx_ir.DataType.INT32))
 

@@ -11,7 +11,7 @@ from nimblec.onnx_export.constants import like
 
 
 def _resized(kernel: Any, plainly: Callable[..., Any]) -> Callable[..., Any]:
-    """A translation by ``plainly``, or where that is another function, by products with what ``kernel`` sums by."""
+    """Return a translation by ``plainly``, or by products with the weights of ``kernel`` where ``plainly`` differs."""
 
     def translated(
         self: Any, output_size: Any, align_corners: bool, scales_h: float | None = None, scales_w: float | None = None

@@ -40,7 +40,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """aten._native_batch_norm_legit_functional: normalised values, what a backward pass needs, the new statistics."""
+    """Translate aten._native_batch_norm_legit_functional: normalised values, saved statistics, new statistics."""
     if not training:
         return core.aten__native_batch_norm_legit_functional(
             x, weight, bias, running_mean, running_var, training, momentum, eps
@@ -69,7 +69,7 @@ def batch_norm(
 
 
 def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: Any, **named: Any) -> Any:
-    """aten.scaled_dot_product_attention: zeros where the mask leaves no key."""
+    """Translate aten.scaled_dot_product_attention; a row whose mask leaves no key is zero."""
     made = _attention(query, key, value, attn_mask, *given, **named)
     if attn_mask is None:
         return made
@@ -81,7 +81,7 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *given: A
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any, *given: Any, **named: Any) -> Any:
-    """Attention of any number of axes, of which torch.onnx takes four."""
+    """Attend over any number of axes, of which torch.onnx takes four."""
     read, missing = (query, key, value), _ATTENTION_AXES - len(query.shape)
     if missing > 0:
         axes, lead = ints(range(missing)), [1] * missing
@@ -98,7 +98,7 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any, *given: Any, **
 
 
 def matmul(self: Any, other: Any) -> Any:
-    """aten.matmul and aten.mv: a vector as a column, since ONNX Runtime fuses a transposed matrix with it wrongly."""
+    """Translate aten.matmul and aten.mv with a vector as a column: ONNX Runtime fuses a transposed matrix wrongly."""
     if len(other.shape) != 1 or len(self.shape) == 1:
         return core.aten_matmul(self, other)
     last = ints([-1])
@@ -106,7 +106,7 @@ def matmul(self: Any, other: Any) -> Any:
 
 
 def map_rows(body: Any, rows: Sequence[Any], others: Sequence[Any]) -> Any:
-    """higher_order.map_impl: a scan that carries nothing."""
+    """Translate higher_order.map_impl as a scan that carries nothing."""
     return higher_order_scan(body, (), rows, others)
 
 

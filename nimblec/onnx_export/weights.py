@@ -19,7 +19,8 @@ def optimize_around_weights(program: Any) -> None:
     for value in hidden.values():
         graph.inputs.remove(value)
     for value in graph.outputs:
-        value.name = f"output of {value.name}"  # the optimizer gives it the name of a weight that it is equal to
+        # The optimizer names an output after the weight that it equals.
+        value.name = f"output of {value.name}"
     for (name, value), content in zip(hidden.items(), contents, strict=True):
         value.name, value.const_value = name, content
         graph.register_initializer(value)

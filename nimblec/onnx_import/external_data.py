@@ -34,7 +34,7 @@ def data_files(path: Path) -> tuple[Path, ...]:
 
 
 def is_below(name: object) -> bool:
-    """Whether a file of this name is below the model's folder; protobuf gives bytes for text that is not UTF-8."""
+    """Return whether a file name is below the model's folder; protobuf gives bytes for text that is not UTF-8."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
     relative = PurePosixPath(name)
@@ -42,7 +42,7 @@ def is_below(name: object) -> bool:
 
 
 def external_tensors(message: Message) -> Iterator[TensorProto]:
-    """Every tensor in a model that is stored in another file: in subgraphs, attributes and sparse tensors, too."""
+    """Yield each tensor that another file stores: in subgraphs, attributes and sparse tensors, too."""
     if isinstance(message, TensorProto):
         if message.data_location == TensorProto.EXTERNAL:
             yield message
@@ -98,7 +98,7 @@ def read_tensor(tensor: TensorProto, folder: Path) -> None:
 
 
 def read_bytes(tensor: TensorProto, folder: Path) -> bytes:
-    """The bytes of a tensor that is stored in a file in ``folder``, once `check_external_data` accepted the model.
+    """Return the bytes of a tensor in a file in ``folder``, once `check_external_data` accepted the model.
 
     Where the model gives no length, or 0 as ONNX Runtime allows, the shape tells it, up to the end of the file. Unlike
     onnx, this takes links: stores that keep equal files once make these.

@@ -50,7 +50,7 @@ def _initializer(tensor: ModelTensor, given: np.ndarray) -> TensorProto:
 
 
 def _converted(array: np.ndarray, dtype: str) -> np.ndarray | None:
-    """``array`` in a plan's dtype; None if it is of another kind, or a number is out of the dtype's range."""
+    """Return ``array`` in a plan's dtype; None if it is of another kind, or a number is out of the dtype's range."""
     wanted = numpy_dtype(dtype)
     if array.dtype == wanted:
         return array

@@ -275,7 +275,7 @@ class _Counter:
         self._counts: dict[_Key, int] = {}
 
     def count(self, nodes: Iterator[NodeProto], callers: tuple[_Key, ...]) -> int:
-        """The number of nodes that ``nodes`` expand to; ``callers`` are the functions around them, outermost first."""
+        """Count the nodes that ``nodes`` expand to; ``callers`` are the functions around them, outermost first."""
         total = 0
         for node in nodes:
             key = (node.domain, node.op_type, node.overload)

@@ -96,7 +96,7 @@ def copy_returned_inputs(model: ModelProto) -> None:
 
 
 def _copy_returned_inputs(body: GraphProto, taken: set[str], *, is_loop: bool) -> None:
-    """``taken`` are names that copies must not have. A loop copies all but its first input itself."""
+    """Copy returned inputs under names not in ``taken``. A loop copies all but its first input itself."""
     inputs = {value.name for value in (body.input[:1] if is_loop else body.input)}
     returned: set[str] = set()
     for value in body.output:

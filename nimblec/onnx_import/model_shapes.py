@@ -168,7 +168,7 @@ def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[st
 
 
 def _way_to_name(graph_inputs: Sequence[ValueInfoProto], name: str) -> str:
-    """How to give a dimension of the inputs a name, where none has one."""
+    """Explain how to give a dimension of the inputs a name, where none has one."""
     for value in graph_inputs:
         if not value.type.tensor_type.HasField("shape"):
             return f": give one this name, --input {quote(f'{value.name}:{name},<sizes>')}"

@@ -91,7 +91,8 @@ def _normalize_groups(x: Tensor, scale: Tensor, b: Tensor, groups: int, epsilon:
     n, c = x.shape[:2]
     if groups < 1 or c % groups:
         raise Refused(f"{c} channels do not make {groups} groups")
-    whole = x.contiguous()  # it refuses others
+    # torch's operator refuses other layouts.
+    whole = x.contiguous()
     return aten.native_group_norm(whole, scale, b, n, c, torch.Size(x.shape[2:]).numel(), groups, epsilon)[0]
 
 

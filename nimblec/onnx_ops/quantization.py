@@ -118,7 +118,8 @@ def dequantize(
 def quantize_dynamically(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lowest = torch.clamp(torch.amin(x), max=0)
     scale = (torch.clamp(torch.amax(x), min=0) - lowest) / 255
-    scale = torch.where(scale == 0, torch.ones((), dtype=x.dtype), scale)  # nothing but zeros
+    # The scale of zeros alone is 0.
+    scale = torch.where(scale == 0, torch.ones((), dtype=x.dtype), scale)
     zero = torch.clamp(torch.round(-lowest / scale), 0, 255).to(torch.uint8)
     return saturated(x / scale, zero, torch.uint8), scale, zero
 

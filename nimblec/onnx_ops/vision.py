@@ -49,7 +49,7 @@ def affine_grid(theta: Tensor, size: Ints, *, align_corners: int = 0) -> Tensor:
 
 
 def _places(length: int, *, aligned: bool) -> Tensor:
-    """Where the pixels of an axis lie between -1 and 1; a single one that is aligned is at 1, as in ONNX Runtime."""
+    """Return where the pixels of an axis lie between -1 and 1; a single aligned one is at 1, as in ONNX Runtime."""
     if aligned:
         return torch.linspace(1, -1, length, dtype=torch.float64).flip(0)
     return (2 * torch.arange(length, dtype=torch.float64) + 1) / length - 1

@@ -96,7 +96,7 @@ class Timed:
         self._contests += family.select(module, GPU.current(), self._times, self._preferred)
 
     def in_context(self, module: fx.GraphModule) -> dict[str, str]:
-        """The tilings that differ from those chosen, by which all kernels of a graph in their order take less time.
+        """Return the tilings, other than those chosen, by which all kernels of a graph in their order take less time.
 
         Empty where the memory that is left does not hold what all of them read.
         """

@@ -126,7 +126,7 @@ def check_order(passes: Iterable[Pass]) -> None:
 
 
 def calls(module: fx.GraphModule) -> int:
-    """How many calls of a graph are not views, and so may launch kernels."""
+    """Count the calls of a graph that are not views, and so may launch kernels."""
     return sum(
         node.op == "call_function" and node.target is not operator.getitem and views(node) is None
         for node in module.graph.nodes
@@ -169,7 +169,7 @@ class Runs:
         return self._made[pipelines]
 
     def with_setting(self, setting: Setting, *, kept: tuple[Pipeline, ...]) -> "Runs":
-        """Runs with another setting, of which those of ``kept`` are as they are here. They report nothing."""
+        """Return runs with another setting that share the results of ``kept`` and report nothing."""
         other = Runs(self._model, setting)
         other._made = {kept[:count]: self(*kept[:count]) for count in range(len(kept) + 1)}
         return other

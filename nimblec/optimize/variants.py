@@ -93,7 +93,7 @@ def as_it_runs(model: TorchModel) -> Variant:
 def _of_level_2(
     model: TorchModel, dtype: torch.dtype | None, times: TimingCache, report: Report | None
 ) -> Iterator[Variant]:
-    from nimblec.optimize import o2  # brings in the kernels
+    from nimblec.optimize import o2
 
     timed = o2.Timed(times)
     setting = Setting(device=device_of(model), dtype=dtype, use=timed)

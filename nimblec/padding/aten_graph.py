@@ -153,7 +153,8 @@ def _elementwise(call: _Call) -> list[Value]:
         for name, value in call.arguments.items()
         if isinstance(value, Value) or _is_operand(name, value)
     ]
-    if len(operands) < len(call.operands):  # they are in lists
+    # Some operands are in lists.
+    if len(operands) < len(call.operands):
         return [call.step.elementwise(call.operands, shape) for shape in call.shapes]
 
     def fold(fills: Sequence[Number | None]) -> Number | None:
@@ -168,7 +169,7 @@ def _is_operand(name: str, value: object) -> bool:
 
 
 def _evaluated(call: _Call, fills: Sequence[Number | None]) -> Number | None:
-    """What a call makes of numbers in the place of its operands."""
+    """Return what a call makes of numbers in the place of its operands."""
     left = list(fills)
     target: Any = call.node.target
     arguments = bound(call.node)

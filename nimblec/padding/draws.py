@@ -43,8 +43,8 @@ class Draws:
     ) -> Iterator[tuple[Arrays, ...]]:
         """Yield sets of inputs that are equal in the box, and differ around it.
 
-        Around usual numbers are usual and large ones; around small ones large ones, so that comparisons, as of a
-        maximum over all, differ. Large ones that are not ``taken`` are left out.
+        Usual numbers get usual and large neighbours, small numbers large ones, so that a maximum over all differs.
+        Large numbers are left out unless ``is_taken`` accepts them.
         """
         masks = {name: self.filled[name] for name in self._masks}
         large = self._large(_SEED + 2) | masks
@@ -86,7 +86,7 @@ class Draws:
         return {tensor.name: base[tensor.name][box_of(of, starts, stops)] for tensor, of in sides}
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
-        """Random inputs, with masks that leave everything."""
+        """Draw random inputs, with masks that leave everything."""
         drawn = golden.draw_inputs(self._program, seed)
         return drawn | {name: np.ones_like(drawn[name]) for name in self._masks}
 
@@ -97,7 +97,7 @@ class Draws:
         return self._scaled(seed, lambda _: _SMALL, end=0)
 
     def _scaled(self, seed: int, factor: Callable[[int], float], end: int) -> dict[str, np.ndarray]:
-        """Random floats times a factor, with integers and bools at one end of their range."""
+        """Draw random floats times a factor, with integers and bools at one end of their range."""
         drawn = self._drawn(seed)
         for tensor in self._program.inputs:
             array = drawn[tensor.name]

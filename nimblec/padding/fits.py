@@ -101,7 +101,7 @@ def _fits(trial: Trial, program: Program, most: Mapping[str, Fit]) -> dict[str, 
 
 
 def _note(plan: Plan, programs: Sequence[Program], name: str, fit: Fit, proof: Proof) -> str:
-    """What calls of other sizes get, and where they get nothing, why and what may help."""
+    """Explain what calls of other sizes get, and where they get nothing, why and what may help."""
     refused = "calls of other sizes than the plan's are refused, since"
     if why := next(filter(None, (why_exact(plan.state, program) for program in programs)), None):
         return f"{refused} a run {why}"

@@ -90,7 +90,8 @@ class Call:
             return list(map(constant, folded))
         try:
             return rule(self)
-        except (UnknownUseError, IndexError, KeyError):  # what an older or newer opset has elsewhere
+        except (UnknownUseError, IndexError, KeyError):
+            # Another opset may have the attribute or input elsewhere.
             return self._unknown()
 
     def attribute(self, name: str, default: Any) -> Any:
@@ -156,7 +157,7 @@ class Call:
         return found
 
     def _unknown(self) -> list[Value]:
-        """Results that may depend on all of the operands, and on whatever bodies read."""
+        """Return results that may depend on all of the operands, and on whatever bodies read."""
         read = [self.scope.values[name] for name in read_names(self.node) if name in self.scope.values]
         return [self.step.unknown(read, shape_of(kind)) for kind in self.types]
 
@@ -191,7 +192,7 @@ class Call:
         return None if self.node.domain or max(sizes) > _MOST_FOLDED else self._evaluated(arrays)
 
     def _evaluated(self, arrays: Mapping[str, np.ndarray | None]) -> list[np.ndarray] | None:
-        """What ONNX's own implementation of the node returns; None where it fails."""
+        """Evaluate the node by ONNX's own implementation; return None where it fails."""
         # Importing the evaluator takes 30 ms.
         from onnx.reference import ReferenceEvaluator
 

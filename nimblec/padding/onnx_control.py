@@ -48,7 +48,7 @@ def _repeated(
     scanned_names: Sequence[str],
     steps: int | None,
 ) -> list[Value]:
-    """The final state and the collected results of a body that is repeated until its state depends on nothing new.
+    """Return the final state and the collected results of a body, repeated until its state depends on nothing new.
 
     The body takes the ``head``, the state, and an entry of each of the scanned values.
     """

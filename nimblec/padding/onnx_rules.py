@@ -76,7 +76,7 @@ def _reduce(call: Call) -> list[Value]:
 
 
 def _kept(kind: str) -> Fold:
-    """What a reduction over other axes makes of equal numbers."""
+    """Return what a reduction over other axes makes of equal numbers."""
     if kind in _SUMS:
         return lambda fills: 0 if is_zero(fills[0]) else None
     return if_equal if kind in {"ReduceMean", "ReduceMax", "ReduceMin"} else to_any
@@ -299,7 +299,8 @@ def _along(call: Call) -> list[Value]:
             raise UnknownUseError
         return [call.step.elementwise([indices, flat_along(x, axis)], call.shape)]
     if axis in updates[0].axes and indices.counts(axis, updates[0].axes[axis]) and not x.axes:
-        carrier = updates[0].axes[axis]  # each position's updates are added up
+        # The updates of each position are added up.
+        carrier = updates[0].axes[axis]
         rows = Value(call.shape, {axis: replace(carrier, inner=1, fill=None)})
         others = [flat_along(value, axis) for value in (x, indices, updates[0])]
         return [call.step.elementwise([rows, *others], call.shape)]

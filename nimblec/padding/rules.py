@@ -193,7 +193,7 @@ class _Arithmetic(_Outcome):
 
 
 class Propagation(_Arithmetic):
-    """One call of an operator; these move elements."""
+    """One call of an operator; the methods here move elements, those inherited compute."""
 
     __slots__ = ()
 
@@ -237,7 +237,8 @@ class Propagation(_Arithmetic):
             return self._joined([data, indices], result)
         carrier, picked = data.axes[axis], indices.array
         is_own = picked is not None and picked.min(initial=0) == 0 and picked.max(initial=0) <= carrier.shift
-        if is_own and data.is_plain(axis):  # a call has one element at least, and as many more as the shift says
+        # A call has at least one element, and as many more as the shift says.
+        if is_own and data.is_plain(axis):
             return self._mixed([data, indices], result, "selects along")
         return self._crossed([data, indices], result)
 

@@ -54,7 +54,7 @@ class Trial:
         )
 
     def _neighbours(self, program: Program, name: str) -> list[Program]:
-        """The programs of the next size below and above in one dimension, and of the same sizes in all others."""
+        """Return the programs of the next size below and above in one dimension, of the same sizes in all others."""
         profile = dict(program.profile)
         row = [p for p in self._programs if {**dict(p.profile), name: 0} == {**profile, name: 0}]
         row.sort(key=lambda p: dict(p.profile)[name])
@@ -67,7 +67,7 @@ class Trial:
         return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
 
     def _agree(self, one: Program, other: Program, name: str, start: int | None) -> bool:
-        """Whether the smaller of two programs agrees with elements of the larger, from ``start`` or the last ones."""
+        """Return whether the smaller program agrees with elements of the larger, from ``start`` or the last ones."""
         small, large = sorted((one, other), key=lambda p: dict(p.profile)[name])
         count, total = dict(small.profile)[name], dict(large.profile)[name]
         starts = {name: total - count if start is None else start}

@@ -72,7 +72,7 @@ class Value:
         return self.array.strides[axis] == 0 or bool((self.array == first).all())
 
     def fill(self, axis: int, others: Sequence[int] = ()) -> Number | None:
-        """The number that padding along an axis holds, for a constant also beyond the positions along ``others``.
+        """Return the number that padding along an axis holds; a constant also holds it beyond ``others``' positions.
 
         A position k of a constant is padding for some call whose positions along the other axes are its own if it
         exceeds these, and 0.

@@ -35,7 +35,7 @@ class LeanProcess:
     """The process, which starts its imports before there is a plan; it does not outlive the block."""
 
     def __init__(self, target: Target, *, threads: int | None = None) -> None:
-        """For a plan of this ``target``; one for the CPU computes with ``threads`` threads if they are given."""
+        """Start a process for a plan of ``target``; on the CPU it computes with ``threads`` threads, if given."""
         wanted = [] if threads is None else [str(threads)]
         self._process = subprocess.Popen(
             module_command("nimblert.replay", target.name.lower(), *wanted),

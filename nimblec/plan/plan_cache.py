@@ -116,7 +116,7 @@ class PlanCache:
         self._limit_nbytes = LIMIT_NBYTES if limit_nbytes is None else limit_nbytes
 
     def problem(self) -> str | None:
-        """Why the folder cannot be used; None if it can."""
+        """Explain why the folder cannot be used; return None if it can."""
         try:
             ownership.make_folder(self._folder)
             found = ownership.problem(self._folder)

@@ -113,7 +113,7 @@ def _files(source: Source, also: Sequence[Path]) -> dict[str, Path]:
     _status(path)  # refuses a pipe before anything reads it
     files[""] = path
     if source.kind == "onnx":
-        from nimblec.onnx_import.external_data import data_files  # brings in onnx
+        from nimblec.onnx_import.external_data import data_files
 
         files |= {str(name): path.parent / name for name in data_files(path)}
     return files

@@ -121,13 +121,10 @@ def choose_schedule(
     """Return the graph, joined by the best schedule found, with schedule and memory layout.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many streams, "auto" the
-    fastest of several as ``timer`` measures them, never slower than "1": policies "tied-..." keep launches that were
-    captured with a programmatic edge one after the other. Without a ``timer`` the fastest is found by estimates, and
-    the result holds no durations: equal graphs give equal results. Where times are noisy, the captured order is kept,
-    and a note of the result says so. Where the arena of what was asked for takes more than ``memory_limit`` bytes, the
-    fastest schedule that fits is taken; if there is none, tasks are recomputed instead of keeping their results, by
-    policies "recompute-..."; CompileError where that does not suffice either. Results within joined tasks count as
-    well. Tasks are timed one by one, schedules as they are joined.
+    fastest as ``timer`` measures, never slower than "1"; where times are noisy, it is the captured order, with a note.
+    Policies "tied-..." keep launches with a captured programmatic edge one after the other. Without a ``timer``
+    estimates decide, and equal graphs give equal results. If the arena exceeds ``memory_limit`` bytes, the fastest
+    schedule that fits is taken, or tasks are recomputed by policies "recompute-..."; else raises CompileError.
     """
     graph = close_gaps(rename_workspaces(schedule_bodies(graph, join)))
     dag = dependencies(graph)
@@ -229,7 +226,7 @@ def _with_times(
 def _recomputing(
     graph: Graph, captured: _Tried, memory_limit: int, most: int, join: Join
 ) -> tuple[Graph, Dag, list[_Tried]]:
-    """The graph with recomputed tasks, their order, and schedules within the limit; raises CompileError for none."""
+    """Return the graph with recomputed tasks, their order, and schedules within the limit; raises CompileError."""
     least, goal = _needed_nbytes(graph, captured, join), memory_limit
     for _ in range(_MOST_GOALS):
         smaller = recomputed(graph, goal)
@@ -245,7 +242,7 @@ def _recomputing(
 
 
 def _timed(graph: Graph, tried: _Tried, provenance: Provenance, join: Join = _as_it_is) -> Plan:
-    """A plan to time. Its launches have no accesses: only checks use these, and there may be tens of thousands."""
+    """Return a plan to time. Its launches have no accesses: only checks use these, and there may be many."""
     graph, schedule = join(graph, tried.schedule)
     tasks = (replace(t, reads=(), writes=()) if isinstance(t.work, KernelWork) else t for t in graph.tasks)
     graph = replace(graph, tasks=tuple(tasks))
@@ -301,7 +298,7 @@ def _try(policy: str, graph: Graph, schedule: Schedule, join: Join = _as_it_is) 
 
 
 def _fewest_syncs(dag: Dag) -> int:
-    """|E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
+    """Return |E'| - |M|: edges of the minimum equivalent graph, less those of a maximum matching of it."""
     reduced = transitive_reduction(dag)
     matched = sum(after is not None for after in maximum_matching(reduced))
     return len(reduced.edges) - matched

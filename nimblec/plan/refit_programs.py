@@ -60,7 +60,7 @@ def refits_in_place(weights: Iterable[Tensor]) -> tuple[Program, ...]:
 
 
 def part_of(graph: Graph, name: str) -> Part:
-    """A graph that computes constants, in its captured order, as a part whose program `replacing` makes a refit."""
+    """Wrap a graph of constants, in its captured order, as a part whose program `replacing` makes a refit."""
     schedule = serial(dependencies(graph))
     return Part(graph=graph, schedule=schedule, memory=layout(graph, schedule), entry=f"refit {name}")
 
@@ -154,7 +154,7 @@ _SMALL_NBYTES = 1024
 
 
 def perturbed(weights: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Other weights, by name: a little larger than these, so that variances stay positive, and no two equal."""
+    """Return other weights by name, slightly larger, so that variances stay positive, and no two equal."""
     found: dict[str, np.ndarray] = {}
     taken: set[bytes] = set()
     for name, array in weights.items():
@@ -178,7 +178,7 @@ _SHOWN = 4
 
 
 def groups(sources: Mapping[K, Iterable[Hashable]]) -> Iterator[list[K]]:
-    """Constants in groups that share no weight; ``sources`` are the weights that each depends on."""
+    """Yield the groups of constants that share weights; ``sources`` are the weights that each depends on."""
     group_of: dict[Hashable, int] = {}
     members: dict[int, list[K]] = {}
     for number, (constant, weights) in enumerate(sources.items()):

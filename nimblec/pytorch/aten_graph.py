@@ -118,7 +118,7 @@ def _recorded(exported: torch.export.ExportedProgram, device: torch.device) -> A
 
 
 def program(recorder: Recorder, leaves: Sequence[Any], spec: pytree.TreeSpec) -> AtenProgram:
-    """What was recorded, with these flattened results of this structure."""
+    """Return the recorded program, with these flattened results of this structure."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with recorder, torch.no_grad():
         recorder.output(tensors)
@@ -197,7 +197,7 @@ class StridedRecorder(Recorder):
 
 
 def is_deterministic(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator that can draw random numbers draws none: attention or an RNN without dropout.
+    """Return whether a call that can draw random numbers draws none: attention or an RNN without dropout.
 
     Composite calls are decomposed, and their parts checked in turn.
     """

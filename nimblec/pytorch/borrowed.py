@@ -13,11 +13,9 @@ from torch.nn.modules import transformer
 def borrowed(model: Any) -> Iterator[None]:
     """Replace the parameters and buffers of a module by copies on the CPU inside the block.
 
-    Afterwards every attribute of every submodule is restored: runs and exports write running statistics,
-    count calls, keep tables and register hooks. A plain function is left alone.
-
-    torch's fused encoder layers stay off meanwhile: for a mask of padding they take nested tensors, which no exporter
-    does, and give zeros where the layers themselves compute something.
+    Afterwards every attribute of every submodule is restored; a plain function is left alone. torch's fused encoder
+    layers stay off meanwhile: for a padding mask they take nested tensors, which no exporter does, and give zeros where
+    the layers themselves compute something.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -108,7 +108,7 @@ def user_inputs(program: ExportedProgram) -> list[Any]:
 
 
 def _placeholders(program: ExportedProgram) -> Any:
-    """Stand-ins for the example inputs of a program that was saved without them."""
+    """Return stand-ins for the example inputs of a program that was saved without them."""
     return pytree.tree_unflatten(user_inputs(program), program.call_spec.in_spec)
 
 

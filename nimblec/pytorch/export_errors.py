@@ -75,7 +75,7 @@ def _why_fixed(size: int) -> str:
 
 
 def _plain(exc: BaseException) -> str:
-    """The first line of an error, without colour codes; for sizes that do not fit, torch's reasons and fixes, too."""
+    """Return the first line of an error without colour codes; for sizes that do not fit, torch's reasons and fixes."""
     said = re.sub(r"\x1b\[\d*m", "", first_line(exc))
     if not said.startswith("Constraints violated"):
         return said

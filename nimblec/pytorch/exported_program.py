@@ -1,10 +1,8 @@
 """Open a ``.pt2`` file (torch.export.save) without running anything in it before it is known to be a model.
 
-`torch.export.load` evaluates the sizes in the file as Python (through sympy), imports what its types name,
-and unpickles the sample inputs where the safe reader refuses them. So each of these is checked before torch
-sees it, through torch's own reader: a size is an expression of integers and symbols, and what is pickled
-holds tensors and plain values. (That a call is an operator, torch checks itself.) What is left is the model,
-which runs with the user's rights like any other code.
+`torch.export.load` evaluates sizes as Python (through sympy), imports what types name, and may unpickle sample inputs.
+So sizes must be expressions of integers and symbols, and pickles hold only tensors and plain values, before torch reads
+them; that a call is an operator, torch checks itself. The model then runs with the user's rights.
 """
 
 import io
@@ -104,7 +102,8 @@ def _check_pickle(name: str, content: bytes) -> None:
         return
     try:
         torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as exc:  # whatever a pickle makes of the reader
+    except Exception as exc:
+        # The reader may raise anything on a damaged pickle.
         raise _RefusedError(
             f"{name!r} in it is a pickle of more than tensors and plain values, which could run any code: export the "
             "model again with inputs made of those"
@@ -139,7 +138,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 
 def _names_modules(spec: str) -> bool:
-    """Whether a pytree's description, JSON in JSON, names classes by module: enums, and defaultdict's factories."""
+    """Return whether a pytree's JSON within JSON names classes by module: enums, and defaultdict's factories."""
     left: list[Any] = [spec]
     while left:
         value = left.pop()

@@ -88,7 +88,7 @@ class _Prefill(_Entry):
     """Reads prompts, padded to one length, and chooses the first new token of each."""
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Prompts (batch x length) and their lengths (batch) to the first new token of each (batch)."""
+        """Return the first new token of each prompt (batch) from prompts (batch x length) and their lengths (batch)."""
         shared = self.shared
         positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         logits = shared.model(ids, positions)

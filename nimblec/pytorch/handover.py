@@ -84,7 +84,8 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
         missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
-        module.register_forward_hook(results_by_name)  # removed at the end of the loan
+        # The hook is removed when the module is given back.
+        module.register_forward_hook(results_by_name)
         with exporting(call.name, "torch.export"):
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)

@@ -76,7 +76,7 @@ class ModelCall:
 
 
 def uncompiled(model: Any) -> Any:
-    """What torch.compile wrapped, or the model itself."""
+    """Return what torch.compile wrapped, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 

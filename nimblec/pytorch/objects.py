@@ -23,7 +23,7 @@ def refuse_script(model: Any) -> None:
 
 
 def refuse_script_within(model: Any) -> None:
-    """As `refuse_script`, for the modules of a model too."""
+    """Raise ArgumentError for TorchScript, also among the modules of a model."""
     refuse_script(model)
     for name, part in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(part, torch.jit.ScriptModule):

@@ -15,7 +15,7 @@ _LEADING = _WORD - 255
 
 
 def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
-    """Four words (int64, 0 to 2^32 - 1) for each ``counter`` (int64), which is the low half of Philox's own."""
+    """Return four words (int64, 0 to 2^32 - 1) for each ``counter`` (int64), the low half of Philox's own."""
     keys = [seed & _WORD, seed >> 32 & _WORD]
     zero = torch.zeros_like(counter)
     words = [counter & _WORD, counter >> 32 & _WORD, zero, zero]

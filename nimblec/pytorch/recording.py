@@ -24,7 +24,7 @@ from nimblec.pytorch.source_tracker import noted
 
 
 def record(module: torch.nn.Module, args: Sequence[Any], *, device: str) -> AtenProgram:
-    """What `aten_graph.trace` returns, for a module that makes ATen calls alone where it is exported.
+    """Record a module, which may make only ATen calls where it is exported, as `aten_graph.trace` would.
 
     Each call has the source noted for it. Raises TraceError where a call cannot be recorded, UnsupportedModelError
     where it draws random numbers or writes into an argument.
@@ -76,7 +76,7 @@ def _refuse_written(name: str, given: Sequence[Tensor]) -> None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """What a functional tensor stands for, with all that was written into it."""
+    """Return the plain tensor of a functional one, with all that was written into it."""
     if not torch._is_functional_tensor(tensor):
         return tensor
     torch._sync(tensor)  # type: ignore[attr-defined,no-untyped-call]

@@ -64,7 +64,7 @@ def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bo
 
 
 def _state(module: Any) -> Iterator[Callable[[], object]]:
-    """Functions that restore the tensors that a module has registered, and their values."""
+    """Yield functions that restore the registered tensors of a module, and their values."""
     if isinstance(module, torch.nn.Module):
         for part in module.modules():
             yield partial(part._buffers.update, dict(part._buffers))

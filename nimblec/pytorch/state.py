@@ -43,7 +43,7 @@ class Writing(torch.nn.Module):
 
 
 def declared_writes(module: Any) -> tuple[str, ...]:
-    """The names of the parameters and buffers that runs of a module write, as it declares them; () if it does not."""
+    """Return the parameters and buffers that runs of a module write, as it declares them; () if it does not."""
     return module.writes if isinstance(module, Writing) else ()
 
 
@@ -53,13 +53,13 @@ def generator_of(module: Any) -> StepGenerator | None:
 
 
 def settable_storages(module: Any) -> frozenset[int]:
-    """Identifiers of the storages that are state even in a graph that only reads them."""
+    """Return the identifiers of the storages that are state even in a graph that only reads them."""
     names = module.settable if isinstance(module, Writing) else ()
     return frozenset(storages(module)[name] for name in names)
 
 
 def scratch_storages(module: Any) -> frozenset[int]:
-    """Identifiers of the storages of kernels' scratch memory; none for a function."""
+    """Return the identifiers of the storages of kernels' scratch memory; none for a function."""
     held = scratch(module) if isinstance(module, torch.nn.Module) else ()
     return frozenset(tensor.untyped_storage()._cdata for tensor in held)
 
@@ -71,9 +71,10 @@ def refuse_autocast(name: str, module: Any, why: str) -> None:
 
 
 def written_by(name: str, program: torch.export.ExportedProgram) -> list[str]:
-    """The parameters and buffers that a run of an exported model writes; ``name`` is for the error, a TraceError."""
+    """Return the parameters and buffers that a run of an exported model writes; TraceError names ``name``."""
     with exporting(name, "torch.export"):
-        functional = program.run_decompositions({})  # its signature lists them
+        # The signature of a functional program lists the writes.
+        functional = program.run_decompositions({})
     return state_written(functional.graph_signature)
 
 
@@ -140,7 +141,7 @@ def named_tensors(module: Any) -> dict[str, torch.Tensor]:
 
 
 def call_with(module: torch.nn.Module, given: dict[str, torch.Tensor], *call: Any) -> Any:
-    """The result of a module on ``call`` (args, kwargs) with the tensors ``given``, by any name of those they replace.
+    """Call a module on ``call`` (args, kwargs) with the tensors ``given``, by any name of those they replace.
 
     What the module assigns in place of one of them is in ``given`` then. Each stands at all places of its tensor. They
     are named here, once for each module: with tied weights of its own, torch (2.13) does not restore a module that has
@@ -179,7 +180,7 @@ def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[
 
 
 def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-    """Copies of the tensors of these names."""
+    """Copy the tensors of these names."""
     tensors = named_tensors(module)
     return tuple(tensors[name].detach().clone() for name in names)
 

@@ -78,7 +78,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def range_of(name: str, example: torch.Tensor) -> tuple[int, int] | None:
-    """As `sample_range`, of an input's example."""
+    """Return the `sample_range` of an input's example."""
     if example.dtype.is_floating_point or example.dtype.is_complex:
         return None
     return sample_range(name, as_array(example))

@@ -25,7 +25,7 @@ class Cached(nn.Module):
                 self.register_buffer(f"{name}_{layer}", empty)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and their positions (both batch x steps) to logits (batch x steps x vocabulary)."""
+        """Return the logits (batch x steps x vocabulary) of tokens at their positions (both batch x steps)."""
         places = torch.arange(self.length, device=ids.device)
         least = torch.finfo(self.model.dtype).min
         mask = torch.where(places <= positions[:, None, :, None], 0.0, least).to(self.model.dtype)

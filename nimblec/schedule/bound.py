@@ -11,11 +11,9 @@ from nimblec.schedule.lifetimes import Lifetimes
 def arena_lower_bound(live: Lifetimes) -> int:
     """Return the bytes of the largest set of buffers that must be in memory together.
 
-    That is the heaviest set of buffers of which any two conflict. Precedence of buffers is a partial
-    order, so the set is its heaviest antichain, found exactly by a maximum flow (Dilworth's theorem
-    with weights). No arena can be smaller; whether one of this size exists is NP-hard to decide.
-    Sizes are counted in units of 2^k bytes, rounded down, with the smallest k for which their sum
-    fits 31 bits.
+    That set is the heaviest antichain of the buffers' precedence, found exactly by a maximum flow (Dilworth's theorem
+    with weights). No arena can be smaller; whether one of this size exists is NP-hard to decide. Sizes are rounded down
+    to units of 2^k bytes, with the smallest k for which their sum fits 31 bits.
     """
     unit = 1
     while (live.sizes // unit).sum() >= 1 << 31:

@@ -88,7 +88,7 @@ def close_gaps(graph: Graph) -> Graph:
 
 
 def _closed(accesses: Sequence[Access], apart: Collection[int]) -> tuple[Access, ...]:
-    """The accesses to the buffers ``apart`` as they are, and one to each other buffer, from first byte to last."""
+    """Return the accesses to buffers ``apart`` as they are; merge those to each other buffer, first to last byte."""
     hulls: dict[int, Access] = {}
     for access in accesses:
         if access.buffer not in apart:

@@ -103,11 +103,11 @@ class _Analysis:
         return found
 
     def excess(self, limit_nbytes: int) -> int:
-        """Bytes beyond the limit, summed over the tasks."""
+        """Return the bytes beyond the limit, summed over the tasks."""
         return int(np.maximum(self.live - limit_nbytes, 0).sum())
 
     def candidates(self, limit_nbytes: int) -> Iterator[_Again]:
-        """Recomputations of buffers that are kept, unused, beyond the limit, the most worthwhile first."""
+        """Yield recomputations of buffers that are kept, unused, beyond the limit, the most worthwhile first."""
         crowded = np.concatenate(([0], (self.live > limit_nbytes).cumsum()))
         worth: list[tuple[float, _Again]] = []
         for buffer, before, at in self._gaps():
@@ -120,7 +120,7 @@ class _Analysis:
         return (again for _, again in worth[:_MOST_TRIED])
 
     def _gaps(self) -> Iterator[tuple[int, int, int]]:
-        """Each buffer with each pair of successive uses, (buffer, before, at), between which it is only kept."""
+        """Yield (buffer, before, at) for each pair of successive uses between which a buffer is only kept."""
         for buffer, uses in self._uses.items():
             if self.graph.buffers[buffer].kind is not BufferKind.TEMPORARY or buffer in self._fixed:
                 continue
@@ -159,7 +159,7 @@ class _Analysis:
         return all(self.graph.buffers[access.buffer].kind in ARENA_KINDS for access in task.writes)
 
     def _is_there(self, buffer: int, index: int, at: int, nbytes: int) -> bool:
-        """Whether task ``at`` finds in a buffer what task ``index`` found: it is kept anyway, or small enough."""
+        """Return whether task ``at`` finds in a buffer what task ``index`` found: it is kept, or small enough."""
         if any(index < writer < at for writer in self._writes[buffer]):
             return False
         record = self.graph.buffers[buffer]

@@ -23,11 +23,9 @@ def serial(dag: Dag) -> Schedule:
 def maximal(dag: Dag, preferred: Iterable[tuple[int, int]] = ()) -> Schedule:
     """Return the schedule that keeps all concurrency, on the fewest streams.
 
-    Nimble (NeurIPS 2020), Algorithm 1: chains from a maximum matching of the minimum equivalent
-    graph E', and a wait for each edge of E' between chains. Chains that always follow one another
-    then share a stream, so there are as many streams as tasks in the largest set that may run at the
-    same time. Among equal choices, ``preferred`` edges (before, after) lie within a stream: the
-    programmatic ones, which between streams become full edges.
+    Nimble (NeurIPS 2020), Algorithm 1: chains from a maximum matching of the minimum equivalent graph E', and a wait
+    for each edge of E' between chains. Chains that always follow one another share a stream. Among equal choices,
+    ``preferred`` edges (before, after), the programmatic ones, lie within a stream.
     """
     reduced = transitive_reduction(dag)
     return arrange(reduced, range(dag.task_count), fewest_chains(reduced, preferred).chain_of)

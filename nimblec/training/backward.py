@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of operators of training, and, for a graph to be ``exported``, those of this package.
+    """Return decompositions of training's operators: core ATen's and, for a graph to be ``exported``, our own.
 
     For the latter operators the framework has kernels, which a plan for a GPU can hold.
     """
@@ -33,17 +33,17 @@ def decompositions(*, exported: bool) -> dict[Any, Callable[..., Any]]:
 
 @cache
 def _core() -> dict[Any, Callable[..., Any]]:
-    """Core ATen's decompositions of operators of training, which torch would look for in all operators each time."""
+    """Return core ATen's decompositions of training's operators; cached, as torch would search all operators."""
     return {op: made for op, made in core_aten_decompositions().items() if _is_of_training(op)}
 
 
 def add_quotient(into: Tensor, dividend: Tensor, divisor: Tensor, *, value: Any = 1) -> Any:
-    """`addcdiv_` with a factor that torch.onnx does not accept: a learning rate that is a tensor."""
+    """Decompose `addcdiv_` with a factor that torch.onnx does not accept: a learning rate that is a tensor."""
     return NotImplemented if isinstance(value, int | float) else into.add_(dividend * value / divisor)
 
 
 def add_product(into: Tensor, left: Tensor, right: Tensor, *, value: Any = 1) -> Any:
-    """`addcmul_`, as `add_quotient`."""
+    """Decompose `addcmul_` as `add_quotient` does `addcdiv_`."""
     return NotImplemented if isinstance(value, int | float) else into.add_(left * value * right)
 
 
@@ -76,7 +76,7 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of a convolution: each is a convolution of the other two tensors.
+    """Decompose the gradients of a convolution: each is a convolution of the other two tensors.
 
     The gradient of the weight of a convolution is one over the batch, with stride and dilation exchanged; with
     groups, each channel of each image is a group of its own, and images are summed.
@@ -111,7 +111,7 @@ def _spread(grad: Tensor, weight: Tensor, window: _Window, image: Sequence[int])
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Window) -> Tensor:
-    """(channels of ``grad``, channels of ``x`` / groups, *sizes)."""
+    """Return the weights' gradient (channels of ``grad``, channels of ``x`` / groups, *sizes)."""
     exchanged = window._replace(stride=window.dilation, dilation=window.stride, groups=1)
     if window.groups == 1:
         found = _convolution(x.transpose(0, 1), grad.transpose(0, 1), exchanged).transpose(0, 1)
@@ -125,7 +125,8 @@ def _weight_gradient(x: Tensor, grad: Tensor, sizes: Sequence[int], window: _Win
         found = _convolution(flat, kernels, exchanged._replace(groups=batch * channels))
         found = found.reshape(*shape[:4], *found.shape[2:]).sum(0)
         found = found.transpose(1, 2).reshape(groups * outs, channels // groups, *found.shape[3:])
-    return _narrowed(found, sizes)  # a stride that leaves pixels over makes it larger
+    # The convolution is larger if the stride leaves pixels over.
+    return _narrowed(found, sizes)
 
 
 def _narrowed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:

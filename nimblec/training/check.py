@@ -106,13 +106,13 @@ def _with_casts(recipe: StepDefinition) -> StepDefinition:
 
 
 def _kept_results(model: nn.Module) -> dict[int, Any]:
-    """Copies of the results that a model has kept as attributes since an earlier call, which deepcopy refuses."""
+    """Copy the results that a model has kept as attributes since an earlier call, which deepcopy refuses."""
     leaves = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
     return {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
 
 
 def _framework_call(recipe: StepDefinition, state: TrainingState, batch: Sequence[Tensor], *, is_due: bool) -> Named:
-    """The loss, and what the framework's model and optimizer then hold; the optimizer takes its step if it ``is_due``.
+    """Return the loss, and what the framework's model and optimizer then hold; step if it ``is_due``.
 
     Random numbers are those of the ``state``; all else of the state is the model's and the optimizer's own.
     """
@@ -130,7 +130,7 @@ def _framework_call(recipe: StepDefinition, state: TrainingState, batch: Sequenc
 
 
 def _graph_call(step: Step, state: TrainingState, batch: Sequence[Tensor]) -> tuple[Named, TrainingState]:
-    """What `_framework_call` returns, of the graph; and the whole state after it."""
+    """Return what `_framework_call` returns, of the graph, and the whole state after the call."""
     with torch.no_grad():
         loss, *values = step.graph(*state.tensors(), *batch)
     after = state.with_tensors(values)
@@ -152,7 +152,7 @@ def _rounding_noise(step: Step, state: TrainingState, batch: Sequence[Tensor], f
 
 
 def _rounded_otherwise(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Float64 numbers, real or complex, changed by a few units in the last place; others, and whole ones, stay.
+    """Change float64 numbers, real or complex, by a few units in the last place; keep others, and whole ones.
 
     Whole numbers are exact: counters, masks and indices, which a model may compare.
     """
@@ -210,7 +210,7 @@ def _differing(
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """In float64; of complex numbers both parts."""
+    """Return numbers in float64, of complex ones both parts."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 

@@ -29,9 +29,10 @@ class OtherFunctions(TorchFunctionMode):
 
 
 def _mean(pool: Any, axes: int, input: Tensor, output_size: Any) -> Tensor:  # noqa: A002 - PyTorch's name
-    """Average pooling; to one pixel as the mean that it is.
+    """Average windows; to one pixel, take the mean of the whole.
 
-    PyTorch's marks its result for channels-last images by strides, and so its gradient is written by strides.
+    PyTorch's pooling to one pixel marks its result as channels-last by strides, and the gradient then writes by
+    strides.
     """
     if output_size in (1, (1,) * axes, [1] * axes):
         return input.mean(tuple(range(-axes, 0)), keepdim=True)
@@ -46,7 +47,7 @@ def _grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> Tensor:
-    """Of images by gathering pixels, whose gradient scatters them; of volumes by the framework."""
+    """Sample images by gathering pixels, whose gradient scatters them; leave volumes to the framework."""
     if input.dim() != _IMAGE_AXES or mode not in _MODES or padding_mode not in _PADDINGS:
         return nn.functional.grid_sample(input, grid, mode, padding_mode, align_corners)
     found: Tensor = grid_sampler_2d(input, grid, _MODES[mode], _PADDINGS[padding_mode], bool(align_corners))

@@ -15,7 +15,7 @@ _MEAN, _MAX = 1, 2
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The gradient of what `masked_scatter` reads, of these sizes: its n-th value went to the n-th chosen place."""
+    """Return the gradient of what `masked_scatter` reads: its n-th value went to the n-th chosen place."""
     count = prod(sizes)
     chosen = mask.expand(grad.shape).flatten()
     numbers = torch.where(chosen, chosen.long().cumsum(0) - 1, count)
@@ -66,7 +66,7 @@ def sum_of_products(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """aten._trilinear, and a bilinear layer: three tensors with further axes, multiplied, and summed along axes."""
+    """Decompose aten._trilinear, and a bilinear layer: expand three tensors, multiply them, and sum along axes."""
     del unroll_dim
     given = ((x, expand1), (y, expand2), (z, expand3))
     x, y, z = (reduce(Tensor.unsqueeze, sorted(axes), tensor) for tensor, axes in given)
@@ -119,7 +119,7 @@ def bag_weights_backward(
 
 
 def _bags(indices: Tensor, offsets: Tensor, count: int, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """Of each index the number of its bag, how many begin there or before, less one; and whether it is in a bag."""
+    """Return the number of each index's bag (how many begin there or before, less one) and whether it is in a bag."""
     places = torch.arange(len(indices), device=indices.device)
     bags = (places[:, None] >= offsets).sum(1) - 1
     return bags.clamp(max=count - 1), (indices != padding_idx) & (bags < count)

@@ -17,7 +17,7 @@ def ignored(graph: fx.Graph) -> frozenset[int]:
 
 
 def without(batch: Sequence[Tensor], integers: Iterable[int]) -> tuple[Tensor, ...]:
-    """The batch with another of its own numbers in place of these: inputs are later drawn from the range of each."""
+    """Replace these numbers by another of the same tensor: inputs are later drawn from each tensor's range."""
     return tuple(_without(tensor, integers) for tensor in batch)
 
 

@@ -56,7 +56,7 @@ class Draws(TorchDispatchMode):
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
     def _drawn(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers in [0, 1), float32."""
+        """Draw numbers in [0, 1), float32."""
         count = math.prod(shape)
         quarter = -(-count // 4)
         counters = torch.arange(quarter, device=device) + (self._offset + self.used)
@@ -67,13 +67,13 @@ class Draws(TorchDispatchMode):
         return (self._drawn(like.shape, like.device) * (high - low) + low).to(like.dtype)
 
     def _normal(self, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-        """By Box and Muller."""
+        """Draw normal numbers by Box and Muller's method."""
         radius, angle = self._drawn((2, *like.shape), like.device).unbind()
         drawn = (-2 * (1 - radius).log()).sqrt() * (2 * math.pi * angle).cos()
         return (drawn * std + mean).to(like.dtype)
 
     def _bernoulli(self, like: Tensor, p: float | Tensor | None = None) -> Tensor:
-        """Ones with the probability ``p``, or that of each element of ``like``; else zeros."""
+        """Draw ones with the probability ``p``, or that of each element of ``like``; else zeros."""
         return (self._drawn(like.shape, like.device) < (like if p is None else p)).to(like.dtype)
 
     def _coin(self, like: Tensor, p: float = 0.5) -> Tensor:

@@ -78,7 +78,7 @@ def resize_backward(
 
 
 def nearest(axes: int, x: Tensor, output_size: Sequence[int], *scales: float | None) -> Tensor:
-    """Resizing of the last ``axes`` to the nearest element, as "nearest-exact" has it."""
+    """Resize the last ``axes`` to the nearest element, as "nearest-exact" has it."""
     for axis, size, scale in zip(range(-axes, 0), output_size, [*scales, *[None] * axes], strict=False):
         with _real_tensors():
             numbers = torch.arange(x.shape[axis], dtype=torch.float64)[None, None, :, None].repeat(1, 1, 1, _WIDTH)

@@ -75,7 +75,7 @@ class TrainingState:
 
 
 def initial_state(recipe: StepDefinition, *, draws: bool) -> TrainingState:
-    """The state that the next step of the optimizer would find; ``draws`` for a step that draws random numbers."""
+    """Return the state that the next step of the optimizer would find; ``draws`` for a step that draws numbers."""
     parameters = trained(recipe.model)
     names = {parameter: name for name, parameter in parameters.items()}
     slots: Named = {}
@@ -105,7 +105,7 @@ def initial_state(recipe: StepDefinition, *, draws: bool) -> TrainingState:
 
 
 def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """torch.autocast to a type on a device; nothing for None."""
+    """Return torch.autocast to a type on a device; a context that does nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -171,7 +171,7 @@ def kept_by(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     found = {parameter: dict(kept) for parameter, kept in optimizer.state.items() if parameter.requires_grad}
     if found.keys() >= {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
         return found
-    trial = copy.deepcopy(optimizer)  # with parameters of its own
+    trial = copy.deepcopy(optimizer)
     pairs = [
         (parameter, other)
         for group, copied in zip(optimizer.param_groups, trial.param_groups, strict=True)

@@ -112,7 +112,7 @@ def _refuse_written(parameters: Sequence[str], graph: fx.Graph) -> None:
 
 
 def _changes(graph: fx.Graph, count: int) -> tuple[bool, ...]:
-    """Whether each of the first ``count`` arguments may change: not if what is returned for it is an unwritten copy."""
+    """Return whether each of the first ``count`` arguments may change: not one returned as an unwritten copy."""
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     (results,) = graph.output_node().args
     _, *after = cast("tuple[fx.Node, ...]", results)
@@ -184,7 +184,8 @@ def take_step(
         with within(LOSS):
             mean = loss / recipe.accumulate if recipe.accumulate > 1 else loss
             scaled = mean * found.own[SCALE] if SCALE in found.own else mean
-        with within(str(Place(Phase.BACKWARD, LOSS))):  # the source of its start; calls of gradients have their own
+        # The gradients start at the loss; their calls have sources of their own.
+        with within(str(Place(Phase.BACKWARD, LOSS))):
             gradients = torch.autograd.grad(scaled, list(parameters.values()), allow_unused=True)
     if draws and draws.used > used:
         raise UnsupportedModelError(
@@ -222,7 +223,7 @@ def _accumulate(recipe: StepDefinition, left: TrainingState, gradients: _Gradien
 def _update(
     recipe: StepDefinition, left: TrainingState, gradients: _Gradients, is_due: Tensor | None = None, *, itself: bool
 ) -> None:
-    """The optimizer's step by these gradients, which it may change; only if it ``is_due``, and they are finite."""
+    """Step the optimizer by these gradients, which it may change; only if it ``is_due`` and they are finite."""
     takes, scale = is_due, left.own.get(SCALE)
     if itself:
         gradients = {name: _laid_out(gradient, left.parameters[name]) for name, gradient in gradients.items()}
@@ -285,7 +286,8 @@ def _step(optimizer: Optimizer, takes: Tensor | None, left: TrainingState, *, it
     written = [*left.parameters.values(), *left.slots.values()]
     if takes is not None and all(group.get("fused") for group in optimizer.param_groups):
         optimizer.found_inf = takes.logical_not().float()  # type: ignore[attr-defined]
-        written = []  # its kernels check found_inf, as with GradScaler
+        # Fused kernels check found_inf themselves, as with GradScaler.
+        written = []
     with nullcontext() if is_captured else _compiling(), _only_if(takes, written), _wide_counts(optimizer):
         try:
             optimizer.step()
@@ -345,18 +347,20 @@ def _stand_in(recipe: StepDefinition, parameters: Named, left: TrainingState, *,
         for group, names, rate in zip(recipe.optimizer.param_groups, recipe.groups, left.rates.values(), strict=True)
     ]
     for group in made.param_groups:
-        if not itself and "capturable" not in group:  # SGD, which would read the number
+        # SGD would read the number on the host.
+        if not itself and "capturable" not in group:
             group[RATE] = group[RATE].detach().requires_grad_()
     return made
 
 
 def _settings(group: Mapping[str, Any], *, itself: bool, is_fused: bool) -> dict[str, Any]:
-    """Settings of an optimizer that reads its rate from the device: its own kernels, or one parameter at a time."""
+    """Return settings of an optimizer that reads its rate from the device: its own kernels, or one tensor at a time."""
     if not itself:
         wanted = {"foreach": False, "fused": False, "capturable": True}
     elif "capturable" in group:
         wanted = {"capturable": True}
-    else:  # SGD, whose other kernels take the rate from the host
+    else:
+        # Only fused SGD takes the rate from the device.
         wanted = {"foreach": False, "fused": is_fused}
     return {name: value for name, value in wanted.items() if name in group}
 

@@ -27,7 +27,7 @@ def in_float64() -> Iterator[None]:
 
 
 def widened(code: Callable[..., T]) -> Callable[..., T]:
-    """A function, but what it casts to floats and reads of them is in float64; what it writes into keeps its dtype."""
+    """Return ``code`` with the floats that it reads, and casts to, in float64; what it writes into keeps its dtype."""
 
     @wraps(code)
     def run(*args: Any, **kwargs: Any) -> T:
@@ -57,7 +57,7 @@ def wide(value: Any) -> Any:
 
 
 def _writes(func: Any) -> int:
-    """How many of a function's first arguments it writes into, by its name: add_, __iadd__, __setitem__ into one."""
+    """Return how many first arguments a function writes into, by its name: add_, __iadd__, __setitem__ into one."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return int(name.startswith(("__i", "__set")))

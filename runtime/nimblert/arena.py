@@ -21,7 +21,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, target: str = "cuda", device: int = 0) -> None:
-        """``nbytes`` on a GPU ("cuda", the ``device`` of that ordinal) or in host memory ("cpu"). Raises InputError."""
+        """Allocate ``nbytes`` on GPU ``device`` ("cuda") or on the host ("cpu"). Raises InputError."""
         targets = {kind.name.lower(): kind for kind in Target}
         if target not in targets:
             raise InputError(f"target {target!r}: expected one of {sorted(targets)}")

@@ -221,7 +221,8 @@ class _Runs(_Interface):
         """Free what this context alone has."""
         self._end_steps()
         self._forget()
-        with ExitStack() as stack:  # all of them, whatever one raises
+        # The stack closes each of them, whatever another raises.
+        with ExitStack() as stack:
             stack.callback(self._working.close)
             for backend in self._backends.values():
                 stack.callback(backend.close)

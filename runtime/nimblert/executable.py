@@ -60,7 +60,7 @@ class Executable(Context):
         poison: bool = False,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """``plan`` must be valid; see `load`, which checks it and documents the arguments."""
+        """Load a valid ``plan``; see `load`, which checks it and documents the arguments."""
         _check_arena(arena, plan, device)
         self.device = device
         self._poison = poison
@@ -158,7 +158,8 @@ class Executable(Context):
         if self._lock.is_foreign:
             return
         self._idle_left = 0
-        with ExitStack() as stack:  # all of them, whatever one raises
+        # The stack closes each of them, whatever another raises.
+        with ExitStack() as stack:
             if self._lock.close():
                 stack.callback(self._loaded.close)
                 stack.callback(self._free)
@@ -332,7 +333,7 @@ def _executable(
 
 
 def _loaded(plan: Plan, device: int, threads: "Threads | None", limits: Limits) -> Loaded:
-    """Code and weights of a plan on its target."""
+    """Load code and weights of a plan on its target."""
     if plan.target is Target.CPU:
         from nimblert.cpu.backend import CpuLoaded
 

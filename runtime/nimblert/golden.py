@@ -78,12 +78,12 @@ def draw_array(
 
 
 def digest(array: np.ndarray) -> bytes:
-    """SHA-256 over the bytes of ``array`` in C order (32 bytes)."""
+    """Hash the bytes of ``array`` in C order by SHA-256 (32 bytes)."""
     return hashlib.sha256(_flat(array).view(np.uint8).data).digest()
 
 
 def samples(array: np.ndarray) -> tuple[float, ...]:
-    """Up to 64 values of ``array``, evenly spaced in C order, both ends included.
+    """Return up to 64 values of ``array``, evenly spaced in C order, both ends included.
 
     A complex array counts as its real and imaginary parts in turn.
     """

@@ -23,7 +23,7 @@ ROWS, WIDTH = 4, 16
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """-reshape(tanh(x)) and exp(x): values o0 and o1 lie between the nodes."""
+    """Return a plan of -reshape(tanh(x)) and exp(x); values o0 and o1 lie between the nodes."""
     path = write_model(
         tmp_path_factory.mktemp("stretches") / "m.onnx",
         [

@@ -18,7 +18,7 @@ def _exact() -> Iterator[None]:
 
 
 def agrees(name: str, callable_name: str, bound: float) -> None:
-    """A network in JAX, on two inputs, with the torch model of the same seed."""
+    """Compare a network in JAX, on two inputs, with the torch model of the same seed."""
     package = {"resnet50": "torchvision", "bert_base": "transformers"}[name]
     pytest.importorskip(package, reason=f"needs {package}: not installed")
     torch.manual_seed(0)

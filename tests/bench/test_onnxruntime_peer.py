@@ -13,7 +13,7 @@ from bench.onnxruntime_peer import CPU, Bound, cuda  # noqa: E402 - after the sk
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The product and the sum of two inputs."""
+    """Return the product and the sum of two inputs."""
     text = "agraph (float[2, 3] x, float[3] y) => (float[2, 3] p, float[2, 3] s) { p = Mul(x, y) s = Add(x, y) }"
     path = tmp_path / "model.onnx"
     opsets = [onnx.helper.make_opsetid("", 17)]

@@ -8,7 +8,7 @@ from bench.peer_calls import CALLS, Span, figures
 
 
 def trace(calls: int, *kernels: Span, apart_us: float = 3000.0) -> list[Span]:
-    """The same kernels in each call."""
+    """Return the same kernels in each call."""
     return [(begin + apart_us * i, end + apart_us * i) for i in range(calls) for begin, end in kernels]
 
 

@@ -85,7 +85,7 @@ def test_places_share_cores_and_take_whole_models(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, Job]]:
-    """The jobs that would have been started, each with the number of those beside it; "graph" fails."""
+    """Return the jobs that would have been started, each with the number of those beside it; "graph" fails."""
     began: list[tuple[int, Job]] = []
 
     def take_turns(places: Any, *, side_by_side: int, done: Any, **_: Any) -> None:

@@ -23,7 +23,7 @@ pytest_plugins = ("gpu_memory",)
 
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refit on the CPU makes sessions anew, which takes long."""
+    """Make few calls: a refit on the CPU makes sessions anew, which takes long."""
     monkeypatch.setattr(peer_calls, "WARM_UPS", 1)
     monkeypatch.setattr(peer_calls, "REPEATS", 3)
 

@@ -48,13 +48,13 @@ SHAPE = (2, 3, 6, 4)
 
 
 def network(**changes: Any) -> Sized:
-    """A network for which `copying` plans stand."""
+    """Return a network for which `copying` plans stand."""
     made = Sized(module=torch.nn.Identity(), args=(torch.zeros(SHAPE),), axis=0, largest=8, bounds={})
     return replace(made, **changes)
 
 
 def saved(folder: Path, asked: Sequence[int]) -> Path:
-    """The plan that copies images of so many rows, in a file; its only program is for all rows if there is one."""
+    """Save a plan that copies images of so many rows; its only program is for all rows if there is one."""
     plans = [copying((rows, *SHAPE[1:]), ORDERS["channels last"]) for rows in asked]
 
     def program(plan: Plan, rows: int) -> Any:

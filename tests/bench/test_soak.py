@@ -20,7 +20,7 @@ from nimblert.executable import Executable
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tanh(x) as a plan."""
+    """Write tanh(x) as a plan."""
     folder = tmp_path_factory.mktemp("soak")
     nodes = [helper.make_node("Tanh", ["x"], ["y"])]
     model = write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])
@@ -29,7 +29,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(benchmark: ModuleType, path: Path, file: Path, *arguments: str) -> dict[str, Any]:
-    """What a benchmark that must end with 0 finds, in a process where no other test's memory comes or goes."""
+    """Run a benchmark, which must end with 0, in a process where no other test's memory comes or goes."""
     code = f"import sys; from {benchmark.__name__} import main; sys.exit(main(sys.argv[1:]))"
     printed = python(code, path, "--json", file, *arguments)
     facts: dict[str, Any] = json.loads(file.read_text())

@@ -45,7 +45,7 @@ def test_distances_are_from_the_nearest_run() -> None:
 
 @pytest.fixture(scope="module")
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The step of "small" in either mode, without its prediction, is one plan of one stream."""
+    """Yield the plan for the step of "small" in either mode, without its prediction: one plan of one stream."""
     kept: list[Compiled] = []
     path = tmp_path_factory.mktemp("plan") / "train.plan"
     step, compile_model = models.step, compiling.compile_model

@@ -13,7 +13,7 @@ _software = plan_key._software
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model whose weights are in a file of their own."""
+    """Return a model whose weights are in a file of their own."""
     return write_model(tmp_path / "m.onnx", external=True)
 
 
@@ -25,12 +25,12 @@ def options(tmp_path: Path) -> Options:
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed is read once for all tests: it takes half a second."""
+    """Read what is installed once for all tests: reading takes half a second."""
     monkeypatch.setattr(plan_key, "_software", plan_key._software_at_first)
 
 
 @pytest.fixture
 def changing_software(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test changes what is installed, and is a new process for the key each time."""
+    """Let the test change what is installed, as a new process for the key each time."""
     monkeypatch.setattr(plan_key, "_software", _software)
     monkeypatch.setattr(plan_key, "_software_at_first", _software)

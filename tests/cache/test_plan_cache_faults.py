@@ -26,7 +26,7 @@ def change_record(record: Path, **changes: object) -> None:
 
 
 def put_another_pair(plan: Path, record: Path) -> None:
-    """Both files of another model's entry, under this one's key."""
+    """Put both files of another model's entry under this entry's key."""
     cache = PlanCache(plan.parent / "elsewhere")
     assert cache.problem() is None
     plan.write_bytes(b"another plan")

@@ -160,7 +160,7 @@ def test_plan_key_ignores_other_variables(
 
 
 def install(folder: Path, version: str, record: str = "") -> None:
-    """A package's metadata in a folder, as pip leaves them."""
+    """Write a package's metadata into a folder, as pip leaves them."""
     about = folder / "torch-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")

@@ -33,7 +33,7 @@ DIGITS = ROOT / "samples" / "digits.onnx"
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """An older plan in the place of the new one."""
+    """Return an older plan in the place of the new one."""
     path = tmp_path / "out" / "model.plan"
     path.parent.mkdir()
     path.write_bytes(OLD_PLAN)
@@ -50,7 +50,7 @@ def assert_untouched(output: Path) -> None:
 
 @pytest.fixture
 def dynamic(tmp_path: Path) -> Path:
-    """A model of a dynamic batch and length."""
+    """Return a model of a dynamic batch and length."""
     return write_model(
         tmp_path / "m.onnx",
         [node("Add", ["x", "z"], ["y"])],
@@ -106,7 +106,7 @@ def test_compile_takes_sizes_of_example(nimblec: CommandLine, dynamic: Path, tmp
 
 
 def doubling_functions(path: Path, levels: int) -> Path:
-    """A model of functions each of which calls the one before it twice: 2 ** levels nodes."""
+    """Return a model of functions each of which calls the one before it twice: 2 ** levels nodes."""
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("f", 1)]
     functions = []
     for level in range(levels):
@@ -360,7 +360,7 @@ def test_killed_half_way(nimblec: CommandLine, digits: Path, stage: str) -> None
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Path:
-    """The digits sample, compiled for the CPU."""
+    """Return the digits sample, compiled for the CPU."""
     import nimblec
 
     path = tmp_path / "plans" / "digits.plan"

@@ -20,7 +20,7 @@ QUICK = ("--warm-up", "0", "--duration", "0.05")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tanh(x) + tanh(x) as a plan."""
+    """Write tanh(x) + tanh(x) as a plan."""
     return bent_sum(tmp_path_factory.mktemp("bench"))
 
 

@@ -17,7 +17,7 @@ BATCH = 'model = "batch.onnx"\ntarget = "cpu"\n'
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A build file in a folder with two models; `write` fills it."""
+    """Return the path of a build file in a folder with two models; `write` fills it."""
     shutil.copy(ROOT / "samples" / "digits.onnx", tmp_path / "digits.onnx")
     shutil.copy(ROOT / "samples" / "digits_batch.onnx", tmp_path / "batch.onnx")
     return tmp_path / "plans.toml"

@@ -83,7 +83,7 @@ def test_a_damaged_array_is_an_input_error(tmp_path: Path, content: bytes) -> No
 
 
 def npy(header: str) -> bytes:
-    """A version 2.0 file of this header, and no data."""
+    """Return a version 2.0 file of this header, and no data."""
     return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode()
 
 

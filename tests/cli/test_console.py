@@ -24,7 +24,7 @@ EVIL = "\x1b]0;evil\x07\u202eevil\u2066\x9b31m\x00\nok       golden: forged"
 
 
 def hostile(plan: Plan) -> Plan:
-    """The plan with every name that it may choose turned into an attack on the terminal."""
+    """Return the plan with every name that it may choose turned into an attack on the terminal."""
     program = plan.programs[0]
     changed: Program = replace(
         program,

@@ -32,12 +32,12 @@ def write(tmp_path: Path) -> Write:
 
 
 def cuda(**fields: object) -> Plan:
-    """`cuda_plan` with other fields in its program."""
+    """Return `cuda_plan` with other fields in its program."""
     return replace(cuda_plan(), programs=(replace(cuda_plan().programs[0], **fields),))
 
 
 def slower(factor: float) -> Plan:
-    """`cuda_plan`, whose run took longer."""
+    """Return `cuda_plan` with a run that took longer."""
     record = cuda_plan().programs[0].schedule
     assert record is not None
     first, kept = record.candidates
@@ -47,7 +47,7 @@ def slower(factor: float) -> Plan:
 
 
 def golden(value: float, tolerance: float) -> Plan:
-    """`cuda_plan` with another first value of its recorded output."""
+    """Return `cuda_plan` with another first value of its recorded output."""
     recorded = cuda_plan().programs[0].golden
     assert recorded is not None
     output = GoldenOutput(sha256=bytes(32), samples=(value, -1.25))

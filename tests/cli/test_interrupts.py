@@ -16,7 +16,7 @@ from nimblec.cli.interrupts import prompt_interrupts
 
 
 def endless(path: Path) -> Path:
-    """A model whose loop has no end."""
+    """Return a model whose loop has no end."""
     node, info = helper.make_node, helper.make_tensor_value_info
     body = helper.make_graph(
         [node("Identity", ["go"], ["goes_on"]), node("Add", ["v", "v"], ["w"])],

@@ -21,7 +21,7 @@ DIGITS = ROOT / "samples" / "digits.onnx"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits sample, compiled for the CPU once."""
+    """Return the digits sample, compiled for the CPU once."""
     import nimblec
 
     path = tmp_path_factory.mktemp("plans") / "digits.plan"
@@ -31,7 +31,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cuda(tmp_path: Path) -> Path:
-    """A CUDA plan whose cubins are none."""
+    """Return a CUDA plan whose cubins are none."""
     path = tmp_path / "cuda.plan"
     encoder.write(cuda_plan(), path)
     return path
@@ -290,7 +290,7 @@ def test_files_that_inspect_cannot_write_are_refused(nimblec: CommandLine, cuda:
 
 
 def lines(out: str) -> dict[str, str]:
-    """The result of each check by its name."""
+    """Return the result of each check by its name."""
     return {line[9:].partition(":")[0]: line[:8].strip() for line in out.splitlines()}
 
 
@@ -308,7 +308,7 @@ def test_verify_repeats_the_recorded_run(nimblec: CommandLine, digits: Path) -> 
 
 
 def changed(digits: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
-    """A copy of a plan with a change."""
+    """Return a copy of a plan with a change."""
     encoder.write(change(read_plan(digits)), path)
     return path
 

@@ -278,7 +278,7 @@ def test_compile_keeps_casts_that_a_session_would_join(caplog: pytest.LogCapture
 
 
 def loop(stop: str) -> ModelProto:
-    """Adds ``x`` up to four times, or until all reach a limit, and gives each sum."""
+    """Add ``x`` up to four times, or until all reach a limit, and return each sum."""
     return parse(
         f"""<ir_version: 8, opset_import: ["": 17]> g (float[3] x) => (float[3] last, float[n, 3] all) {{
             last, all = Loop (n, , x) <body = body (int64 i, bool c, float[3] s) => (bool go, float[3] t, float[3] u) {{

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of (..., 5, 8) and (..., 6, 20)."""
+        """Attend with (..., 5, 8) to (..., 6, 20)."""
         key, value = y[..., :8], y[..., 8:]
         return functional.scaled_dot_product_attention(x, key, value, **self.how) * 2
 
@@ -42,7 +42,7 @@ class Each(nn.Module):
         self.each = nn.ModuleList(Attention(how) for how in HOWS.values())
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """As `Attention` takes them."""
+        """Return the results of all `Attention` modules."""
         return tuple(attention(x, y) for attention in self.each)
 
 

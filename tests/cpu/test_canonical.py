@@ -34,7 +34,7 @@ def counted(name: str, number: int) -> str:
 
 
 def optimized(order: Sequence[int]) -> GraphProto:
-    """The branches fused and laid out otherwise, which ONNX Runtime came to in this order."""
+    """Return the branches fused and laid out otherwise, which ONNX Runtime came to in this order."""
     nodes: list[NodeProto] = []
     for number, branch in enumerate(order):
         weight, made = counted("reorder", 2 * number), counted("reorder", 2 * number + 1)
@@ -54,7 +54,7 @@ def optimized(order: Sequence[int]) -> GraphProto:
 
 
 def shuffled(graph: GraphProto, seed: int) -> None:
-    """Another order in which each node comes after its sources."""
+    """Reorder the nodes, each after its sources."""
     left = list(graph.node)
     random.Random(seed).shuffle(left)  # noqa: S311
     known = {"x", "flag", *(weight.name for weight in graph.initializer)}

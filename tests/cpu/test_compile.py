@@ -83,7 +83,7 @@ def test_the_optimiser_is_noted_as_a_pass(
 
 @pytest.fixture
 def embedding(tmp_path: Path) -> Path:
-    """Rows 1 to 4 of a table, by index minus 9: indices 0 and 1 are out of it."""
+    """Write a model of rows 1 to 4 of a table, by index minus 9: indices 0 and 1 are out of it."""
     return write_model(
         tmp_path / "embedding.onnx",
         [node("Sub", ["i", "base"], ["k"]), node("Gather", ["w", "k"], ["y"], name="table")],
@@ -246,7 +246,7 @@ class _Counting(torch.nn.Module):
     count = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As many as there were runs are added."""
+        """Add as many as there were runs."""
         self.count += 1
         return x + self.count
 

@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_branches(path: Path, nodes: Sequence[NodeProto], **constants: Any) -> None:
-    """A model whose input c chooses between ``nodes``, from x to out, with constants of their own, and -x."""
+    """Write a model whose input c chooses between ``nodes``, from x to out, with their own constants, and -x."""
     out = [helper.make_tensor_value_info(*floats("out", 2, 3))]
     then = helper.make_graph(nodes, "then", [], out, **constants)
     other = helper.make_graph([node("Neg", ["x"], ["out"])], "other", [], out)

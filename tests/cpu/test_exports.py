@@ -47,7 +47,7 @@ def test_every_file_that_onnx_runtime_optimised(family: str, level: str, tmp_pat
 
 
 def check(path: Path, inputs: Mapping[str, np.ndarray]) -> None:
-    """The plan of a file against a plain session of it; compiling has already replayed it without frameworks."""
+    """Compare the plan of a file with a plain session; compiling has already replayed it without frameworks."""
     nimblec.compile(path, target="cpu").save(path.with_suffix(".plan"))
     with nimblert.load(path.with_suffix(".plan")) as executable:
         found = executable.run(inputs)

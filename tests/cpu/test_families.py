@@ -27,7 +27,7 @@ assert not loaded, loaded
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every family as NAME.onnx, NAME.plan, and NAME.npz with what a process without torch computed."""
+    """Write every family as NAME.onnx, NAME.plan, and NAME.npz with what a process without torch computed."""
     folder = tmp_path_factory.mktemp("families")
     with rules_by_operator(), short_histories():  # the same nodes, sooner
         files = [export(name, folder / f"{name}.onnx", dynamo=True) for name in FAMILIES]

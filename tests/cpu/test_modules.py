@@ -75,7 +75,7 @@ class Turning(nn.Module):
         self.register_buffer("total", torch.zeros(3, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of x (3,), its magnitude."""
+        """Return the magnitude of x (3,)."""
         self.total: Tensor
         self.total.add_(torch.complex(x, 2 * x))
         return self.total.abs()

@@ -12,9 +12,10 @@ ANSWER_S = 60
 
 
 def check(count: int, seed: int, folder: Path) -> None:
-    """A process that crashes gives no answer, as one that hangs."""
+    """Compile mutations in processes, which give no answer if they crash or hang."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["onnx", "onnxruntime"])  # once for all workers
+    # The server imports both packages once for all workers.
+    context.set_forkserver_preload(["onnx", "onnxruntime"])
     with context.Pool(WORKERS, fork_lean_processes) as pool:
         files = enumerate(mutations(count, seed))
         jobs = [pool.apply_async(compile_for_cpu, (data, folder / f"{index}.onnx")) for index, data in files]

@@ -202,7 +202,7 @@ def test_loop_whose_trip_count_is_constant(path: Path) -> None:
 
 
 def _scan_of(path: Path, shape: tuple[int, ...], rest: tuple[int, ...], axes: dict[str, list[int]]) -> Path:
-    """A model that adds up rows from a first one."""
+    """Return a model that adds up rows from a first one."""
     step = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("s", "t", "next", "out")]
     nodes = [node("Add", ["s", "t"], ["next"]), node("Tanh", ["next"], ["out"])]
     body = helper.make_graph(nodes, "body", step[:2], step[2:])
@@ -236,7 +236,7 @@ def test_scans_in_branches(path: Path, axis: int) -> None:
 
 
 def _step(inputs: str, nodes: Sequence[NodeProto], outputs: str) -> GraphProto:
-    """A body of scalars: "i" is an integer, "go" is a condition."""
+    """Return a body of scalars: "i" is an integer, "go" is a condition."""
     types = {"i": INT64, "go": TensorProto.BOOL}
     given, made = (
         [helper.make_tensor_value_info(name, types.get(name, TensorProto.FLOAT), ()) for name in names.split()]

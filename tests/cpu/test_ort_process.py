@@ -85,7 +85,7 @@ def test_a_process_refuses_a_model_and_takes_the_next(path: Path) -> None:
 
 
 def observed(path: Path, nodes: list[onnx.NodeProto], constants: dict[str, np.ndarray]) -> Path:
-    """A model of nodes from x to y, and of a loop whose shape only a run shows."""
+    """Return a model of nodes from x to y, and of a loop whose shape only a run shows."""
     info = helper.make_tensor_value_info
     body = helper.make_graph(
         [node("Identity", ["keep"], ["go"]), node("Neg", ["s"], ["next"])],
@@ -119,7 +119,7 @@ def test_a_run_that_fails_as_shapes_are_observed(path: Path) -> None:
 
 
 def compile_here(path: Path) -> Any:
-    """A plan, with the optimiser in the process of the block around."""
+    """Return a plan, with the optimiser in the process of the block around."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ort_process, "own_process", contextlib.nullcontext)
         return nimblec.compile(path, target="cpu", plan_cache=None)

@@ -34,7 +34,7 @@ class _Packed(nn.Module):
 
 
 def steps_of(module: nn.Module, shapes: Any, *examples: Tensor, **dims: Any) -> nimblec.Plan:
-    """The plan of a module for several sizes."""
+    """Return the plan of a module for several sizes."""
     return nimblec.compile(
         module.eval(), examples, target="cpu", streams=1, plan_cache=None, dynamic_shapes=shapes, dims=dims
     )
@@ -71,7 +71,7 @@ def test_outputs_of_recurrent_layer_are_served_between_sizes() -> None:
 
 class _First(nn.Module):
     def forward(self, of: tuple[Tensor, Any]) -> Tensor:
-        """The first of two."""
+        """Return the first of two."""
         return of[0]
 
 

@@ -36,7 +36,7 @@ def compiled(model: Any, **options: Any) -> Plan:
 
 
 def with_weights(path: Path, weights: Weights) -> Path:
-    """A copy of a model that has these weights."""
+    """Return a copy of a model that has these weights."""
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         if tensor.name in weights:
@@ -47,13 +47,13 @@ def with_weights(path: Path, weights: Weights) -> Path:
 
 
 def others(plan: Plan, seed: int = 7) -> dict[str, np.ndarray]:
-    """New weights for all that can be replaced."""
+    """Return new weights for all that can be replaced."""
     with nimblert.load(plan) as model:
         return {name: drawn(seed + i, *tensor.shape) for i, (name, tensor) in enumerate(model.weights.items())}
 
 
 def assert_refitted(plan: Plan, weights: Weights, fresh: Sequence[Plan]) -> None:
-    """A refit gives what plans give that were compiled with these weights, and runs as many commands as before."""
+    """Check that a refit gives what a plan compiled with these weights gives, in as many commands as before."""
     with nimblert.load(plan) as model:
         inputs = draw_inputs(plan.programs[0], 3)
         before = model.run(inputs)
@@ -311,7 +311,7 @@ def test_a_model_that_is_optimised_to_other_nodes_each_time_keeps_all_weights(
 
 
 def branch(operator: str) -> onnx.GraphProto:
-    """The body of an If: an operator on v."""
+    """Return the body of an If: an operator on v."""
     output = helper.make_tensor_value_info(operator, onnx.TensorProto.FLOAT, (4,))
     return helper.make_graph([helper.make_node(operator, ["v"], [operator])], operator, [], [output])
 
@@ -433,7 +433,7 @@ def test_names_that_mean_other_weights_in_another_entry_keep_their_values(caplog
 
 
 def drawn_module(module: Any, seed: int) -> Any:
-    """A copy of a module with other parameters and statistics."""
+    """Return a copy of a module with other parameters and statistics."""
     torch = pytest.importorskip("torch")
     made = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ def sources(
     inputs: tuple[str, ...] = ("x",),
     **weights: np.ndarray,
 ) -> dict[str, str]:
-    """The source of each operator of the optimised model, by the operator."""
+    """Return the source of each operator of the optimised model, by the operator."""
     model: ModelProto = helper.make_model(
         helper.make_graph(
             nodes,

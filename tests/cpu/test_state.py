@@ -27,7 +27,7 @@ def compiled(*model: Any) -> Plan:
 
 
 def copied(plan: Plan) -> set[str]:
-    """The state that a run copies."""
+    """Return the state that a run copies."""
     copies = [c for p in plan.programs for c in p.commands if isinstance(c, Memcpy) and c.dst.region is Region.STATE]
     return {tensor.name for tensor in plan.state for c in copies if tensor.offset == c.dst.offset}
 
@@ -203,7 +203,7 @@ class Counted(torch.nn.Module):
         self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of x (1, 3), the mean of the rows."""
+        """Return the mean of the rows of x (1, 3)."""
         self.rows: torch.Tensor
         self.rows.index_copy_(0, self.count, x)
         self.count += 1

@@ -46,7 +46,7 @@ def saved(folder: Path, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> P
 
 
 def planned(folder: Path, nodes: Sequence[NodeProto], outputs: Sequence[str], *, streams: int | None = 1) -> Plan:
-    """The plan of nodes, which computes what ONNX Runtime does."""
+    """Return the plan of nodes, which computes what ONNX Runtime does."""
     path = saved(folder, nodes, outputs)
     x = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)
     plan = assert_same(path, {"x": x}, plan=plan_file(path, streams=streams))
@@ -58,12 +58,12 @@ def planned(folder: Path, nodes: Sequence[NodeProto], outputs: Sequence[str], *,
 
 
 def symbols(plan: Plan) -> list[str]:
-    """The kernels that a plan launches."""
+    """Return the kernels that a plan launches."""
     return [plan.kernels[command.kernel].symbol for command in plan.programs[0].commands if isinstance(command, Launch)]
 
 
 def joined(graph: Graph, schedule: Schedule | None = None) -> list[str]:
-    """The kernels of a graph's stretches, in the captured order unless a schedule is given."""
+    """Return the kernels of a graph's stretches, in the captured order unless a schedule is given."""
     made, _ = Joiner().join(graph, schedule or serial(dependencies(graph)))
     return [made.ops[task.op].name for task in made.tasks]
 
@@ -91,7 +91,7 @@ def test_values_of_one_stretch_take_no_memory_of_the_plan(tmp_path: Path) -> Non
 
 
 def in_state(graph: Graph, names: dict[str, str]) -> Graph:
-    """The graph with these buffers as one state each, by the name of the state."""
+    """Return the graph with these buffers as one state each, by the name of the state."""
     numbers = {buffer.name: index for index, buffer in enumerate(graph.buffers)}
     kept = {state: len(graph.buffers) + n for n, state in enumerate(dict.fromkeys(names.values()))}
     moved = {numbers[name]: kept[state] for name, state in names.items()}
@@ -112,7 +112,7 @@ def in_state(graph: Graph, names: dict[str, str]) -> Graph:
 
 
 def captured(folder: Path, nodes: Sequence[NodeProto], inputs: str, outputs: str) -> Graph:
-    """The graph of nodes whose inputs and outputs have names of one letter each."""
+    """Return the graph of nodes whose inputs and outputs have names of one letter each."""
     given, made = ([floats(name, ROWS, WIDTH) for name in names] for names in (inputs, outputs))
     return capture(write_model(folder / "model.onnx", nodes, given, made))
 

@@ -22,7 +22,7 @@ DIGITS = Path(__file__).parents[2] / "samples" / "digits.onnx"
 
 
 def nodes(module: Module) -> int:
-    """The number of nodes in a model."""
+    """Return the number of nodes in a model."""
     return len(onnx.load_model_from_string(bytes(module.code)).graph.node)
 
 

@@ -27,7 +27,7 @@ class Memory:
         self.failing = False
 
     def call(self, api: str, *arguments: int) -> int | None:
-        """The driver's functions but those that map; each zone reserves its addresses elsewhere."""
+        """Return the driver's functions but those that map; each zone reserves its addresses elsewhere."""
         if api == "cuMemAddressReserve":
             self.reserved += 1
             return BASE + (self.reserved << 40)
@@ -47,7 +47,7 @@ class Memory:
         self.mapped.append((address, nbytes))
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether all of a range is mapped."""
+        """Return whether all of a range is mapped."""
         ends = address, address + max(nbytes, 1) - 1
         return all(any(at <= end < at + n for at, n in self.mapped) for end in ends)
 
@@ -59,7 +59,7 @@ class Memory:
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """The driver's memory."""
+    """Return the driver's memory."""
     found = Memory()
     monkeypatch.setattr(allocator, "call", found.call)
     monkeypatch.setattr(allocator, "_map", found.map)
@@ -154,7 +154,7 @@ class Torch:
         self.empty_cache: Callable[[], None]
 
     def set_reset_fn(self, reset: int) -> None:
-        """What torch.cuda.empty_cache calls."""
+        """Store what torch.cuda.empty_cache calls."""
         self.empty_cache = ctypes.CFUNCTYPE(None)(reset)
 
     def allocate(self, nbytes: int) -> int:
@@ -168,7 +168,7 @@ class Torch:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[BumpAllocator, Torch]:
-    """An allocator, and torch that uses it."""
+    """Return an allocator, and torch that uses it."""
     current: list[Torch] = []
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", Torch, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_changeCurrentAllocator", current.append, raising=False)

@@ -166,7 +166,7 @@ def test_an_output_of_no_elements_goes_to_an_array(put: Callable[[np.ndarray], A
 
 
 def interface(array: np.ndarray) -> dict[str, Any]:
-    """The CUDA array interface of an array of numpy."""
+    """Return the CUDA array interface of an array of numpy."""
     return {**array.__array_interface__, "strides": array.strides}
 
 

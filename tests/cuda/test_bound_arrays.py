@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 
 def laid_out_for(model: Executable, tensor: Any) -> Any:
-    """The same tensor with the strides that the plan reads."""
+    """Return the same tensor with the strides that the plan reads."""
     made = torch.empty_strided(SHAPE, model.inputs[0].strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
 

@@ -55,7 +55,7 @@ def test_what_a_rewrite_does_not_foresee_closes_that_way_alone() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process; one that has ended may wait for its parent to ask."""
+    """Return whether there is such a process; one that has ended may wait for its parent to ask."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

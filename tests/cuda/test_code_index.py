@@ -23,7 +23,7 @@ SYMBOL = min(entry_symbols(IMAGE))
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[int, bytes]:
-    """The images of modules, by handle."""
+    """Return the images of modules, by handle."""
     images: dict[int, bytes] = {}
     monkeypatch.setattr(modules, "kernels_of", lambda handle: entry_symbols(images[handle]) if handle in images else ())
     return images

@@ -33,7 +33,7 @@ DIGITS = ROOT / "samples" / "digits.onnx"
 
 @pytest.fixture(scope="module")
 def resnet_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ResNet as an ONNX file."""
+    """Return a ResNet as an ONNX file."""
     torch.manual_seed(0)
     module, args = importlib.import_module("families.resnet").small()
     path = tmp_path_factory.mktemp("onnx") / "resnet.onnx"
@@ -45,7 +45,7 @@ def resnet_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def perceptron_pt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model as a file of torch.export.save."""
+    """Return a small model as a file of torch.export.save."""
     torch.manual_seed(0)
     module, args = gpu_models.perceptron()
     path = tmp_path_factory.mktemp("exported") / "perceptron.pt2"
@@ -59,7 +59,7 @@ def _compiling(gpu_compiler: "GpuCompiler", resnet_onnx: Path, perceptron_pt2: P
 
 
 def replayed(plan: Plan, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a plan computes in poisoned memory."""
+    """Return what a plan computes in poisoned memory."""
     with nimblert.load(plan, poison=True) as executable:
         return executable.run(inputs)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[tuple[torch.nn.Module, Executable]]:
-    """A convolutional network, and its plan for batches of 1 to 16."""
+    """Yield a convolutional network, and its plan for batches of 1 to 16."""
     module, inputs, shapes = images()
     options: dict[str, Any] = {"target": "cuda", "precision": "fp32", "dynamic_shapes": shapes}
     plan = nimblec.compile(module, inputs, dims={"batch": "1..16"}, **options)

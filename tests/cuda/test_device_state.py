@@ -24,7 +24,7 @@ KEPT = Pointer(region=Region.STATE, offset=512)
 
 
 def keeping() -> Plan:
-    """The output is the state "kept", which becomes the input."""
+    """Return a plan whose output is the state "kept", which becomes the input."""
     plan = copying(SHAPE, (0, 1))
     (program,) = plan.programs
     (x,), (y,) = program.inputs, program.outputs

@@ -38,7 +38,7 @@ class _Family:
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Family]]:
-    """Every family, exported one after another and compiled several at a time."""
+    """Yield every family, exported one after another and compiled several at a time."""
     folder = tmp_path_factory.mktemp("families")
     with ThreadPoolExecutor(compilations()) as pool:
         made = {}

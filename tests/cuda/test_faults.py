@@ -70,7 +70,7 @@ def test_a_state_in_an_attribute_is_refused_alike_at_every_level(gpu_compiler: "
 
 
 def _compare(plan: Plan, name: str) -> None:
-    """A plan's outputs and eager's, on the model's example."""
+    """Compare a plan's outputs with eager's, on the model's example."""
     module, args, kwargs = awkward_models.build(name)
     reference = eager.Eager(module, args, kwargs)
     arrays = [eager.as_array(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -21,7 +21,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def can_fix() -> bool:
-    """Whether this system lets a process switch randomisation off; asked in a child, which it changes."""
+    """Return whether this system lets a process switch randomisation off; asked in a child, which it changes."""
     code = f"import ctypes; p = ctypes.CDLL(None).personality; raise SystemExit(p(p(-1) | {FLAG}) < 0)"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

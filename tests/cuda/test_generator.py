@@ -36,7 +36,7 @@ class Zone:
         self.live = {*self.addresses}
 
     def find(self, address: int) -> int | None:
-        """The allocation that holds it."""
+        """Return the allocation that holds it."""
         index = bisect_right(self.addresses, address) - 1
         return index if index >= 0 and address < self.addresses[index] + self.sizes[index] else None
 
@@ -46,7 +46,7 @@ RESIDENT = Zone(0x7E00_0000_0000, sizes=())
 
 
 def holding(**words: int) -> Callable[[int, int], bytes]:
-    """What reads the generator's memory."""
+    """Return a reader of the generator's memory."""
     held = {FIRST.addresses[OWN_SEED]: words["seed"], FIRST.addresses[OWN_OFFSET]: words["offset"]}
     return lambda address, nbytes: struct.pack("<q", held[address])[:nbytes]
 
@@ -135,7 +135,7 @@ def tensor(index: int) -> ByteRange:
 
 
 def step() -> tuple[list[tuple[Any, ...]], list[OpRecord]]:
-    """Two dropouts, and the offset moved on, as they are captured."""
+    """Return two dropouts, and the offset moved on, as they are captured."""
     drawn = ((OWN_SEED,), (OWN_OFFSET,))
     nodes = [
         ("dropout", (IMAGE,), (RESULT,), (MASK,), *drawn, 0, 1),
@@ -152,7 +152,7 @@ def step() -> tuple[list[tuple[Any, ...]], list[OpRecord]]:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, *, state: bool) -> tuple[Graph, BufferTable]:
-    """The graph of two captures of `step`; ``state``: the seed is state though nothing writes it."""
+    """Return the graph of two captures of `step`; ``state``: the seed is state though nothing writes it."""
     nodes, ops = step()
     handles = {zone: [node(zone, *each) for each in nodes] for zone in (FIRST, SECOND)}
     monkeypatch.setattr(tasks, "node_handles", handles.__getitem__)

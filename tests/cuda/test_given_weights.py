@@ -29,7 +29,7 @@ class Module(torch.nn.Module):
 
 
 def captured(module: Module) -> Graph:
-    """A graph that has the storages of the module as the capture process describes them."""
+    """Return a graph that has the storages of the module as the capture process describes them."""
     buffers = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         storage = tensor.untyped_storage()
@@ -75,7 +75,7 @@ def test_a_weight_in_another_dtype_or_storage_is_another_one() -> None:
 
 
 def drawn(family: str, seed: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A network with parameters and statistics of its own, and an input."""
+    """Build a network with parameters and statistics of its own, and an input."""
     module, args = import_module(f"families.{family}").small()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

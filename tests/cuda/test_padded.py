@@ -94,7 +94,7 @@ def test_the_start_is_copied_and_the_rest_filled(
 
 @pytest.fixture
 def model(put: Put, order: tuple[int, ...]) -> Iterator[Executable]:
-    """Copies of (rows, 3, 6, 4) of int64, of which an input is at least 7; one program for each number of rows."""
+    """Yield a model that copies (rows, 3, 6, 4) of int64, one input at least 7, with a program per number of rows."""
     del put
 
     def program(rows: int) -> Program:
@@ -110,7 +110,7 @@ def model(put: Put, order: tuple[int, ...]) -> Iterator[Executable]:
 
 
 def rest(model: Executable, rows: int) -> np.ndarray:
-    """The elements of the input of 8 rows beyond a call of ``rows``."""
+    """Return the elements of the input of 8 rows beyond a call of ``rows``."""
     x = model.plan.programs[1].inputs[0]
     memory = model.read(x.pointer, x.span_nbytes).view(np.int64)
     return np.lib.stride_tricks.as_strided(memory, x.shape, [8 * stride for stride in x.strides])[rows:]

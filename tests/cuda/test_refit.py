@@ -23,7 +23,7 @@ MADE = 512
 
 
 def weighted() -> Plan:
-    """Y is the weight "w", whatever x is; z is a copy of it, which a refit makes."""
+    """Return a plan whose y is the weight "w", whatever x is; z is a copy of it, which a refit makes."""
     plan = copying(SHAPE, (0, 1))
     (program,) = plan.programs
     (x,), (y,) = program.inputs, program.outputs

@@ -52,7 +52,7 @@ Level = Callable[[TorchModel], list[Variant]]
 
 
 def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Level:
-    """The one variant of a model that pipelines make."""
+    """Return the one variant of a model that pipelines make."""
 
     def variants(model: TorchModel) -> list[Variant]:
         runs = Runs(model, setting)
@@ -65,13 +65,13 @@ level_1 = by(*FUSED_REGIONS.pipelines)
 
 
 def level_2(dtype: torch.dtype | None) -> Level:
-    """All kernels of -O2 and the rewrites before them, as for a GPU; the kernels' definitions run on the host."""
+    """Return -O2 with all its kernels, as for a GPU; the kernels' definitions run on the host."""
     setting = Setting(device="cuda", dtype=dtype, use=first(SM_90))
     return by(*TRITON_NORMS.pipelines[:-1], setting=setting)
 
 
 def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:
-    """With what the recipes make of these weights, the model is the one that was made of them afresh."""
+    """Check that the recipes make of these weights the model that is made of them afresh."""
     (made,) = found.variants["main"]
     recipe = found.derivations.recipe(made.constants)
     given = {name: weights[name].contiguous() for name in recipe.sources}
@@ -83,7 +83,7 @@ def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args:
 
 
 def remade(make: Callable[[int], nn.Module], args: Sequence[Tensor], level: Level) -> Refittable[str]:
-    """What is made of the network of one seed, checked with the weights of another."""
+    """Make the network of one seed refittable, checked with the weights of another."""
     module, other = make(0), make(1)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     found = make_refittable(of_modules({"main": place(module, tuple(args), device="cpu")}), level)
@@ -159,7 +159,7 @@ class Projections(nn.Module):
         self.wide = nn.Linear(32, LARGE // 32 + 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """All four."""
+        """Return all four."""
         return self.query(x), self.key(x), self.value(x), self.wide(torch.relu(x))
 
 
@@ -192,7 +192,7 @@ class Transposed(nn.Module):
         self.outer = nn.Parameter(torch.empty(LARGE // 1024 + 3, 1027))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after the other."""
+        """Apply one after the other."""
         return torch.relu(x @ self.inner) @ self.outer
 
 
@@ -277,7 +277,7 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The linear, scaled."""
+        """Return the linear, scaled."""
         return self.linear(x) * self.scale[1]
 
 

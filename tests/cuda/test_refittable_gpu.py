@@ -50,7 +50,7 @@ CASES = (
 
 
 def other_digits(path: Path) -> dict[str, np.ndarray]:
-    """The weights of digits.onnx drawn anew, and in the file of this path a model that has them."""
+    """Return the weights of digits.onnx drawn anew, and in the file of this path a model that has them."""
     onnx = pytest.importorskip("onnx")
     model, random = onnx.load(DIGITS), np.random.default_rng(1)
     weights = {}
@@ -64,14 +64,14 @@ def other_digits(path: Path) -> dict[str, np.ndarray]:
 
 
 def state(model: str) -> dict[str, np.ndarray]:
-    """The weights of a model of `drawn_weights`."""
+    """Return the weights of a model of `drawn_weights`."""
     module, _ = getattr(import_module("drawn_weights"), model)()
     return {name: each.numpy() for name, each in module.state_dict().items() if each.is_floating_point()}
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str, Mapping[str, np.ndarray]]]:
-    """The names of a model with some weights and with others, and the others."""
+    """Return the names of a model with some weights and with others, and the others."""
     digits = tmp_path_factory.mktemp("digits") / "fresh.onnx"
     found = {"digits": (str(DIGITS), str(digits), other_digits(digits))}
     for name in ("resnet", "bert"):
@@ -81,7 +81,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[s
 
 @pytest.fixture(scope="module")
 def plans(weights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], list[Plan]]]:
-    """The plans of a case with some weights and with others; all are compiled side by side."""
+    """Yield the plans of a case with some weights and with others; all are compiled side by side."""
     import drawn_times
     from concurrency import compilations
 
@@ -105,7 +105,7 @@ def plans(weights: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 
 
 def launches(plan: Plan) -> list[tuple[object, ...]]:
-    """What a run launches."""
+    """Return what a run launches."""
     commands = (command for command in plan.programs[0].commands if isinstance(command, Launch))
     return [(plan.kernels[each.kernel].symbol, each.grid, each.block) for each in commands]
 

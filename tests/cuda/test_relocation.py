@@ -5,6 +5,7 @@ from collections.abc import Collection
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from nimblec.base.errors import UnsupportedModelError
@@ -23,7 +24,8 @@ FIRST = [0x7F00_0000_0000, 0x7F00_0000_0400, 0x7F00_0000_2000]
 SHIFT = (600 << 30) + 0x1234_5600
 SECOND = [address + SHIFT + i * STEP_NBYTES for i, address in enumerate(FIRST)]
 RESIDENT = 0x7E00_0000_0000
-DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000  # known to the driver
+DEVICE, HOST = 0x7D00_0000_0000, 0x7C00_0000_0000
+"""Addresses that the driver knows."""
 
 
 class _Zone:
@@ -39,7 +41,7 @@ class _Zone:
 
 
 def _earlier(**known: Collection[int]) -> EarlierMemory:
-    """The resident zone, and that of another recording, which the driver knows too."""
+    """Return the resident zone, and that of another recording, which the driver knows too."""
     return EarlierMemory([_Zone(RESIDENT), _Zone(DEVICE)], **known)  # type: ignore[list-item]
 
 
@@ -49,7 +51,7 @@ def _relocator(**known: Collection[int]) -> Relocator:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
+    """Return the addresses that the driver was asked about; it knows 4 KiB of device and 4 KiB of host memory."""
     addresses = []
 
     def call(api: str, *args: int) -> object:
@@ -104,6 +106,14 @@ def test_an_int_beside_a_stale_half_pointer_is_no_pointer(relocator: Relocator) 
     assert found.params[:4] == (42).to_bytes(4, "little")
 
 
+def test_an_address_of_this_process_is_stale(relocator: Relocator) -> None:
+    heap = np.zeros(1 << 20, np.uint8)
+    on_heap = heap.ctypes.data
+    words = _pack(on_heap, 3 << 32 | 5, FIRST[0])
+    found = relocator.relocate(words, _pack(on_heap, 3 << 32 | 5, SECOND[0]))
+    assert found.params == _pack(0, 3 << 32 | 5, 0)
+
+
 def test_the_tail_of_odd_parameters_is_kept(relocator: Relocator) -> None:
     assert relocator.relocate(b"\x01\x02\x03", b"\x01\x05\x03").params == b"\x01\x00\x03"
 
@@ -116,7 +126,8 @@ def test_a_word_that_stayed_may_be_resident(relocator: Relocator) -> None:
 
 def test_relocation_ignores_other_zone(asked: list[int]) -> None:
     relocator = _relocator()
-    words = _pack(DEVICE + 520, DEVICE + (1 << 20))  # freed, and never allocated
+    # The first was freed, the second never allocated.
+    words = _pack(DEVICE + 520, DEVICE + (1 << 20))
     assert relocator.relocate(words, words) == RelocatedParams(params=words, targets=())
     assert not asked
 

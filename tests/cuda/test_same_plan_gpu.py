@@ -45,7 +45,7 @@ def test_a_second_compilation_gives_the_same_plan(level: int, tmp_path: Path, mo
 
 
 def _without_structs(plan: Plan) -> Plan:
-    """The plan without parameters larger than a number: libraries leave stale bytes of the host's stack in these."""
+    """Remove parameters larger than a number, in which libraries leave stale bytes of the host's stack."""
 
     def stripped(command: Command) -> Command:
         if not isinstance(command, Launch):
@@ -59,7 +59,7 @@ def _without_structs(plan: Plan) -> Plan:
 
 
 def _with_others(plan: Plan, same: Plan) -> Plan:
-    """The plan with other values in all bytes of parameters that differ from those of the same plan."""
+    """Return the plan with other values in all bytes of parameters that differ from those of the same plan."""
 
     def changed(command: Command, like: Command) -> Command:
         if not (isinstance(command, Launch) and isinstance(like, Launch)):

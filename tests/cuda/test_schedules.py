@@ -48,7 +48,7 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 
 @pytest.fixture(scope="module")
 def delay(gpu_compiler: "GpuCompiler") -> bytes:
-    """The code of the delay kernel."""
+    """Return the code of the delay kernel."""
     del gpu_compiler  # has started the driver
     if driver.describe().compute_capability[0] != 9:
         pytest.skip("needs a GPU of compute capability 9: the delay kernel is built for that")
@@ -57,7 +57,7 @@ def delay(gpu_compiler: "GpuCompiler") -> bytes:
 
 @pytest.fixture(scope="module")
 def reference() -> eager.Eager:
-    """The branching model as torch runs it."""
+    """Return the branching model as torch runs it."""
     return eager.build(BRANCHING)
 
 
@@ -144,5 +144,5 @@ def test_a_delay_takes_the_time_it_says(gpu_compiler: "GpuCompiler", delay: byte
 
 
 def _waits(plan: Plan) -> Iterator[int]:
-    """The positions of the waits."""
+    """Yield the positions of the waits."""
     return (i for i, c in enumerate(plan.programs[0].commands) if isinstance(c, Wait))

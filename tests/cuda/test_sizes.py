@@ -25,7 +25,7 @@ REST = (3, 6, 4)
 
 
 def sized(order: tuple[int, ...], fit: Fit, dtype: str = "float32", first: int = 0) -> Plan:
-    """Copies of (rows, 3, 6, 4), one program for each number of rows; ``first`` is the least value of an input."""
+    """Return copies of (rows, 3, 6, 4), one program per number of rows; inputs are ``first`` at least."""
     plans = [copying((rows, *REST), order, dtype) for rows in SIZES]
 
     def program(plan: Plan, rows: int) -> Program:

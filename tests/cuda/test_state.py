@@ -34,7 +34,7 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 
 
 def touched(plan: Plan) -> list[tuple[str, Access]]:
-    """What each command writes of the state, by the op it came from."""
+    """Return what each command writes of the state, by the op it came from."""
     (program,) = plan.programs
     found = []
     for command in program.commands:

@@ -133,7 +133,7 @@ class Counting(nn.Module):
         self.count = nn.Parameter(torch.zeros(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As many as there were runs are added."""
+        """Add as many as there were runs."""
         self.count.add_(1)
         return x + self.count
 

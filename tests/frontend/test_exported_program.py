@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with a dynamic batch, saved."""
+    """Return the model with a dynamic batch, saved."""
     path = tmp_path_factory.mktemp("pt2") / "m.pt2"
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(Model().eval(), (torch.randn(4, 4),), dynamic_shapes=({0: batch},))
@@ -50,7 +50,7 @@ Change = Callable[[bytes], bytes]
 
 
 def changed(source: Path, target: Path, ending: str, change: Change, extra: dict[str, bytes] | None = None) -> Path:
-    """A copy of an archive in which the member whose name ends with ``ending`` is another."""
+    """Return a copy of an archive in which the member whose name ends with ``ending`` is another."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for entry in old.infolist():
             content = old.read(entry.filename)

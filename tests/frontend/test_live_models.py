@@ -35,7 +35,7 @@ class Forgetful(nn.Module):
         return {**self.__dict__, "table": None}
 
     def forward(self, x: Tensor) -> Tensor:
-        """(2,) to (2,)."""
+        """Map (2,) to (2,)."""
         return x * self.table["gain"] + REGISTRY["shift"]
 
 
@@ -47,7 +47,7 @@ class WithLambda(nn.Module):
         self.activation = lambda x: torch.relu(x) + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
+        """Map any shape to the same."""
         return self.activation(x)
 
 
@@ -56,7 +56,7 @@ def live(model: Any, *args: Any, **kwargs: Any) -> Source:
 
 
 def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tuple[str, ...]]:
-    """What the capture process gets: the call that it loads, and the notes."""
+    """Return what the capture process gets: the call that it loads, and the notes."""
     source, _, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
     return sources.load(source, Options())["main"], notes
@@ -100,7 +100,7 @@ class Busy(nn.Module):
         self.kept: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 3) to (n, 3)."""
+        """Map (n, 3) to (n, 3)."""
         self.count += 1
         self.kept["last"] = x
         self.norm.register_forward_hook(lambda *_: None)
@@ -129,7 +129,7 @@ class Counting(nn.Module):
     count = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
+        """Map any shape to the same."""
         self.count += 1
         return x + self.count
 
@@ -142,7 +142,7 @@ class Accumulating(nn.Module):
         self.register_buffer("total", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(2,) to (2,)."""
+        """Add 2 numbers to the total, and return it."""
         self.total.add_(x)
         return self.total * 1
 
@@ -166,7 +166,7 @@ class Deciding(nn.Module):
     """Asks for a value."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
+        """Map any shape to the same."""
         if x.sum() > 0:
             return x + 1
         return x - 1
@@ -176,7 +176,7 @@ class Wrong(nn.Module):
     """Multiplies what does not fit."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 4)."""
+        """Map (n, 4)."""
         return x @ torch.ones(7, 3)
 
 
@@ -238,7 +238,7 @@ class Joined(nn.Module):
     """A dimension that two inputs share, and one that is twice as long."""
 
     def forward(self, x: Tensor, more: dict[str, Tensor], k: int) -> Tensor:
-        """Of x (n, 3), more["y"] (n, 3) to (n, 3)."""
+        """Map x (n, 3) and more["y"] (n, 3) to (n, 3)."""
         return x * k + more["y"]
 
 
@@ -342,7 +342,7 @@ class Careful(nn.Module):
     """Divides by no zero, and is off by little, which onnxscript takes for nothing at all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, where it is not zero, a little off."""
+        """Return x, where it is not zero, a little off."""
         return x * x / (x.abs() + 1e-10) * (1 + 2**-20) - 2**-30
 
 

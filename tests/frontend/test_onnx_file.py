@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def image_model(path: Path) -> ModelProto:
-    """Two images of a dynamic batch and size, the second from a constant's shape on."""
+    """Return a model of two images of a dynamic batch and size, the second from a constant's shape on."""
     write_model(
         path,
         [node("Add", ["x", "z"], ["s"]), node("Mul", ["s", "w"], ["y"])],
@@ -290,7 +290,7 @@ def test_external_data_are_read_into_the_model_where_asked(path: Path) -> None:
 
 
 def test_onnx_file_reads_data_of_length_0(tmp_path: Path) -> None:
-    """As for ONNX Runtime; onnx itself writes it for an empty tensor."""
+    """ONNX Runtime accepts such a file, which onnx itself writes for an empty tensor."""
     given = {
         "empty": (TensorProto.FLOAT, (0, 3), b""),
         "floats": (TensorProto.FLOAT, (5, 3), np.arange(15, dtype=np.float32).tobytes()),

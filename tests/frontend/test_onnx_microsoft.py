@@ -386,7 +386,7 @@ def test_products_of_bytes_are_exact(name: str) -> None:
 
 
 def given_to(case: Fused) -> list[np.ndarray]:
-    """What is given at run: the inputs that are no weights."""
+    """Return the inputs that are given at run, and are no weights."""
     return [array for i, array in enumerate(case.inputs) if array is not None and i not in case.known]
 
 

@@ -48,7 +48,7 @@ def check(family: str, opset: int | None, path: Path) -> None:
 
 
 def compare(path: Path, inputs: dict[str, np.ndarray]) -> None:
-    """The file's ATen graph against ONNX Runtime."""
+    """Compare the file's ATen graph with ONNX Runtime."""
     model = model_file.load(path)
     found = import_model(model).module(*map(torch.from_numpy, inputs.values()))
     expected = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, inputs)

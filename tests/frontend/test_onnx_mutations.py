@@ -11,7 +11,7 @@ from nimblert.errors import NimbleError
 
 
 def import_file(data: bytes, path: Path) -> bool:
-    """Whether a damaged file imports; False where it is refused with an error of ours."""
+    """Return whether a damaged file imports; False where it is refused with an error of ours."""
     path.write_bytes(data)
     try:
         import_model(model_shapes.fix_shapes(model_file.load(path), ()))

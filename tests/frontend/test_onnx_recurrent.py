@@ -16,7 +16,7 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
 def model_of(op: str, *, options: set[str], attributes: dict[str, Any]) -> tuple[ModelProto, np.ndarray]:
-    """A node whose weights are known; ``options`` are the optional inputs that it has."""
+    """Return a node whose weights are known; ``options`` are the optional inputs that it has."""
     rng = np.random.default_rng(3)
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
     gates = GATES[op]
@@ -74,7 +74,7 @@ def test_an_activation_without_defaults_needs_its_numbers() -> None:
 
 
 def _id(value: object) -> str:
-    """The same in every process: the order of a set is not."""
+    """Return an id that is the same in every process, unlike the order of a set."""
     return "-".join(sorted(value)) if isinstance(value, set) else str(value)[:40]
 
 

@@ -17,7 +17,7 @@ class Rewritten(nn.Module):
     """Calls that rules drop, join and split, in a branch, too."""
 
     def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Several of them."""
+        """Return the results of several rules."""
         turned = x.transpose(0, 1).transpose(0, 1) + 0.0
         parts = [turned[:, :3], turned[:, 3:]]
         chosen = torch.cond(y.sum() > 0, lambda a: (a * 1.0).exp()[None, None], lambda a: a.exp()[None, None], (x,))
@@ -25,7 +25,7 @@ class Rewritten(nn.Module):
 
 
 def optimized(given: bytes) -> tuple[bytes, list[str]]:
-    """The optimised model, and the calls that rules replaced."""
+    """Return the optimised model, and the calls that rules replaced."""
     model, applied, before = onnx_ir.from_proto(onnx.load_model_from_string(given)), [], RewriteRule.try_rewrite
 
     def try_rewrite(rule: RewriteRule, *args: Any, **options: Any) -> Any:

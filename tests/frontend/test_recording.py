@@ -23,7 +23,7 @@ CONSTANT = torch.ones(2, 3)
 
 
 def described(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """What a graph computes, how its values lie in memory, and where each call is from, without names of nodes."""
+    """Describe what a graph computes, how values lie in memory, and where calls are from, without nodes' names."""
     numbers: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}
     found = []

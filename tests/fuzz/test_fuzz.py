@@ -29,7 +29,7 @@ def test_kept_files_get_past_the_digest(path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """A campaign in a process of its own, which forks: its status and what it prints."""
+    """Run a campaign in a process of its own, which forks; return its status and what it prints."""
     done = subprocess.run(
         [sys.executable, "-P", *arguments],
         cwd=ROOT,

@@ -21,7 +21,7 @@ place = st.builds(Place, st.sampled_from(Phase), st.from_regex(r"[a-z]+[0-9]?(\.
 
 
 def with_sources(plan: Plan, *sources: str) -> Plan:
-    """The plan with one op for each command, the sources in turn."""
+    """Return the plan with one op for each command, the sources in turn."""
     (program,) = plan.programs
     works = [n for n, command in enumerate(program.commands) if not isinstance(command, Record | Wait)]
     commands = list(program.commands)

@@ -18,18 +18,18 @@ WEIGHT = normal(8, 8, seed=1)
 
 
 def stored(plan: Plan) -> Plan:
-    """The plan as its file holds it."""
+    """Return the plan as its file holds it."""
     return read_plan(encoder.encode_file(plan))
 
 
 def found(before: Plan, after: Plan) -> list[Change]:
-    """Every change but those of bytes, which follow from the others."""
+    """Return every change but those of bytes, which follow from the others."""
     return [change for change in compare(before, after).changes if change.section != "memory"]
 
 
 @cache
 def cpu(operator: str = "Tanh", rows: int = 4, output: str = "y", change: float = 0.0) -> Plan:
-    """The plan of an ONNX model, compiled for the CPU."""
+    """Return the plan of an ONNX model, compiled for the CPU."""
     text = f"(float[{rows}, 8] x) => (float[{rows}, 8] {output}) {{ a = MatMul (x, w) {output} = {operator} (a) }}"
     changed = WEIGHT.copy()
     changed[2, 3] += change
@@ -43,7 +43,7 @@ def with_command(program: Program, index: int, **fields: Any) -> Program:
 
 
 def cuda(**fields: Any) -> Plan:
-    """`cuda_plan` with other fields in its program."""
+    """Return `cuda_plan` with other fields in its program."""
     plan = cuda_plan()
     return stored(replace(plan, programs=(replace(plan.programs[0], **fields),)))
 
@@ -73,7 +73,7 @@ def cuda_with_name() -> Plan:
 
 
 def said(change: Change) -> str:
-    """A change in words, without the figures of outputs, which depend on the machine."""
+    """Return a change in words, without the figures of outputs, which depend on the machine."""
     what = f"{change.section}: {change.what}"
     return what if change.section == "numerics" else f"{what}: {change.note or f'{change.before} -> {change.after}'}"
 

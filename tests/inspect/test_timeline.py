@@ -40,7 +40,7 @@ FORK = planned(
 
 
 def drawn(program: Program, width: int = 100) -> list[str]:
-    """The lines of the picture as a terminal of that width without colours shows them."""
+    """Return the lines of the picture as a terminal of that width without colours shows them."""
     console = Console(width=width, markup=False, highlight=False, color_system=None)
     with console.capture() as capture:
         console.print(*picture(program, width=width), sep="\n")
@@ -101,7 +101,7 @@ def test_the_times_are_those_of_the_cost_model(model: Graph, seed: int) -> None:
 
 
 def waits(schedule: Schedule) -> set[tuple[int, int]]:
-    """The waits as positions in the order of issue."""
+    """Return the waits as positions in the order of issue."""
     place = {task: position for position, task in enumerate(schedule.order)}
     return {(place[before], place[after]) for before, after in schedule.waits}
 
@@ -195,7 +195,7 @@ def test_names_cannot_steer_the_terminal() -> None:
 
 
 def plan_of(*programs: Program) -> Plan:
-    """A plan of these programs; kernel 0 is there to be launched."""
+    """Return a plan of these programs; kernel 0 is there to be launched."""
     return with_program(cuda_plan(), programs=programs)
 
 

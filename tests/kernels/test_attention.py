@@ -64,14 +64,14 @@ def _gpt2(x: Tensor) -> Tensor:
 
 
 def _vit(x: Tensor) -> Tensor:
-    """timm's: one product, queries, keys and values along an axis of their own."""
+    """Attend as timm does: one product, with queries, keys and values along an axis of their own."""
     joined = functional.linear(x, torch.cat([QUERY, KEY, VALUE])).reshape(*x.shape[:2], 3, HEADS, -1)
     query, key, value = joined.permute(2, 0, 3, 1, 4).unbind(0)
     return functional.linear(_join(scaled_dot_product_attention(query, key, value)), OUT)
 
 
 def _t5(x: Tensor) -> Tensor:
-    """A bias for each head, no scale."""
+    """Return a bias for each head, no scale."""
     query, key, value = _projected(x)
     bias = random_half(1, HEADS, x.shape[1], x.shape[1], seed=7)
     weights = torch.softmax((query @ key.transpose(3, 2) + bias).float(), -1).type_as(x)
@@ -144,7 +144,7 @@ def test_attention_reads_the_result_of_another_directly() -> None:
 
 
 def _is_in_place(module: fx.GraphModule, call: fx.Node) -> bool:
-    """Whether there are views alone between linears and the call on both sides."""
+    """Return whether there are views alone between linears and the call on both sides."""
     Rewriter(module).propagate()
     (end,) = call.users
     while is_view(end):

@@ -122,7 +122,7 @@ def test_norms_between_products(dtype: torch.dtype, rms: bool) -> None:
 def _blocks(
     x: Tensor, up: Tensor, down: Tensor, tilings: tuple[Tiling, ...], rms: bool, trigger: str, length: int
 ) -> tuple[Tensor, Tensor]:
-    """The sum of all blocks' results and ``x``, and what the first product makes of its norm."""
+    """Return the sum of all blocks' results and ``x``, and what the first product makes of its norm."""
     there, back = tilings
     arrived = _counters(product(ROWS, COLUMNS, WIDE), there), _counters(product(ROWS, WIDE, COLUMNS), back)
     packed = pack_linear(up, there), pack_linear(down, back)
@@ -220,7 +220,7 @@ def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:
 
 
 def _check(results: list[Tensor], expected: Tensor, arrived: Tensor | None, *, eps: float | None = None) -> None:
-    """``eps``: of the numbers that are multiplied, if not of the results."""
+    """Check results, within ``eps`` of the multiplied numbers if it is given."""
     eps = eps or torch.finfo(results[0].dtype).eps
     torch.testing.assert_close(results[0].double(), expected, atol=4 * eps, rtol=eps)
     assert all(torch.equal(result, results[0]) for result in results)

@@ -214,7 +214,7 @@ def test_what_tensor_cores_cut_off_is_made_up_for() -> None:
     exact = x.double() @ weight.double()
 
     def off(weight: Tensor) -> float:
-        """By how much results are too large on average, in relation to them."""
+        """Return by how much results are too large on average, in relation to them."""
         x_read, weight_read = (as_multiplied(t, torch.float32, "tf32").double() for t in (x, weight))
         return float(((x_read @ weight_read) / exact - 1).mean())
 

@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
 
 
 def _parameters(template: str) -> tuple[list[str], list[str]]:
-    """The names of a template's pointers and of its constants, in their order; read, as Triton may not be there."""
+    """Read the names of a template's pointers and constants, in order, from its source: Triton may be missing."""
     module, _, name = template.partition(":")
     spec = find_spec(module)
     assert spec is not None

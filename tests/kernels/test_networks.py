@@ -47,7 +47,7 @@ class Excited(nn.Module):
         self.project = nn.Sequential(nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images."""
+        """Map images to images."""
         y = self.widen(x)
         return x + self.project(self.squeeze(y) * y)
 
@@ -81,7 +81,7 @@ class Cell(nn.Module):
         self.branches = nn.ModuleList(Separable(channels, size) for size in (5, 3, 5, 3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images of six times the channels."""
+        """Map images to images of six times the channels."""
         stem = self.stem(x)
         now, before = (squeeze(stem) for squeeze in self.squeezes)
         a, b, c, d, e = (branch(y) for branch, y in zip(self.branches, (now, *[before] * 3, now), strict=True))
@@ -100,7 +100,7 @@ class Preactivated(nn.Module):
         self.skip = nn.Conv2d(channels, channels, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images of half the size."""
+        """Map images to images of half the size."""
         x = self.stem(x)
         y = torch.relu(self.norm(x))
         return self.last(functional.silu(self.first(y))) + self.skip(y) + functional.max_pool2d(x, 3, 2, 1)
@@ -117,7 +117,7 @@ class ConvNext(nn.Module):
         self.scale = nn.Parameter(torch.linspace(-0.1, 1, channels).reshape(-1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images of a quarter of the size."""
+        """Map images to images of a quarter of the size."""
         x = self.stem(x)
         for _ in range(2):
             y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
@@ -169,7 +169,7 @@ class _Clock:
         return self._time
 
     def framework(self, request: ProductRequest, pool: "PoolOfWeights", length: int) -> "Timed":
-        """As GEMM's."""
+        """Return GEMM's call of the framework."""
         given = GEMM.framework(request, pool, length)
         exists = given is not None and not any(node.target in DEFINITIONS for node in request.nodes)
 
@@ -291,7 +291,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def chain(self, calls: "Sequence[Callable[[], object]]", *, flush: bool) -> float:
-        """The time of all."""
+        """Return the time of all."""
         self.flushes.add(flush)
         self.found.append([])
         with self:

@@ -40,7 +40,7 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _pre(x: Tensor) -> Tensor:
-    """A transformer's blocks without attention; the first norm is not of a product."""
+    """Return a transformer's blocks without attention; the first norm is not of a product."""
     for n in range(2):
         x = x + _linear(functional.gelu(_linear(_norm(x), 64, seed=n)), seed=n)
     return _linear(_norm(x), 32)

@@ -53,7 +53,7 @@ def _pointwise(x: Tensor) -> Tensor:
 
 
 def _of_pixels(x: Tensor) -> Tensor:
-    """Norm, linear and a factor for each channel, as in ConvNeXt (Liu et al. 2022)."""
+    """Apply norm, linear and a factor for each channel, as in ConvNeXt (Liu et al. 2022)."""
     y = functional.linear(functional.layer_norm(x.permute(0, 2, 3, 1), (16,)), WEIGHT[:, :, 0, 0] * 3, BIAS)
     return y.permute(0, 3, 1, 2) * BIAS.cos()[:, None, None]
 
@@ -67,7 +67,7 @@ def _gate(x: Tensor) -> Tensor:
 
 
 def _branches(x: Tensor, after: "Callable[[Tensor], Tensor]") -> tuple[Tensor, Tensor]:
-    """A convolution that two read, so that no launch takes in what follows it."""
+    """Return a convolution that two read, so that no launch takes in what follows it."""
     y = _conv(x)
     return after(y), functional.avg_pool2d(y, 3)
 
@@ -272,7 +272,7 @@ def _single_precision(function: "Callable[[Tensor], Tensor]", x: Tensor) -> fx.G
 
 @pytest.fixture(params=[True, False], ids=["tf32", "tf32x3"])
 def tf32(request: pytest.FixtureRequest) -> "Iterator[bool]":
-    """Whether tensor cores may cut off bits of float32."""
+    """Return whether tensor cores may cut off bits of float32."""
     with arithmetic("tf32" if request.param else "fp32"):
         yield request.param
 

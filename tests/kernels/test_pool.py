@@ -37,7 +37,7 @@ def _first(request: PoolRequest) -> PoolTiling:
 
 @st.composite
 def _poolings(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[str, object]]:
-    """A size of images, and what torch's max_pool2d takes; padding is at most half of a window."""
+    """Return a size of images, and what torch's max_pool2d takes; padding is at most half of a window."""
     pair = st.tuples(st.integers(1, 4), st.integers(1, 4))
     kernel = draw(pair)
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)

@@ -56,7 +56,7 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _exact(grad: Tensor, x: Tensor, weight: Tensor, window: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the convolution gives, and the gradients of images and weights, in float64."""
+    """Return what the convolution gives, and the gradients of images and weights, in float64."""
     geometry = (window[0:2], window[2:4], window[4:6], False, [0, 0], x.shape[1] // weight.shape[1])
     y = aten.convolution(x.double(), weight.double(), None, *geometry)
     mask = [True, True, False]
@@ -106,7 +106,7 @@ Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def _step(stride: int = 1, padding: int = 1, groups: int = 1, bias: Tensor | None = None) -> Step:
-    """A convolution, and the gradients that it has of another one of its results."""
+    """Return a convolution, and the gradients that it has of another one of its results."""
 
     def step(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         geometry = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
@@ -463,7 +463,7 @@ def _counters() -> Tensor:
 
 
 def _check(calls: Sequence[tuple[Any, tuple[Any, ...], Tensor]], gpu: GPU) -> None:
-    """Each call of an op is as near to float64 as its dtype allows, and gives the same bits twenty times."""
+    """Check that each call is as near to float64 as its dtype allows, and repeats its bits twenty times."""
     compile_all([launch_of(op, *args).job for op, args, _ in calls], gpu=gpu)
     for op, args, exact in calls:
         made = [op(*args) for _ in range(20)]

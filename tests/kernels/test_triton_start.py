@@ -14,7 +14,7 @@ OWN = "/triton/bin/ptxas"
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Triton with an assembler, and an environment that names none."""
+    """Set up a Triton with an assembler, and an environment that names none."""
     package = ModuleType("triton")
     package.__dict__["knobs"] = SimpleNamespace(nvidia=SimpleNamespace(ptxas=SimpleNamespace(path=OWN)))
     monkeypatch.setitem(sys.modules, "triton", package)

@@ -25,7 +25,7 @@ class Nested(nn.Module):
         self.norm = nn.LayerNorm(4)
 
     def forward(self, batch: dict[str, torch.Tensor], power: int) -> dict[str, Any]:
-        """(n, 8) twice to (n, 4) and its parts."""
+        """Map (n, 8) twice to (n, 4) and its parts."""
         y = self.norm(self.linear(batch["a"]) + self.linear(batch["b"]).sigmoid() ** power)
         return {"all": y, "parts": (y.mean(-1), y.argmax(-1)), "none": None}
 
@@ -34,7 +34,7 @@ class Looking(nn.Module):
     """Decides by value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
+        """Map any shape to the same."""
         return x + 1 if x.sum() > 0 else x - 1
 
 

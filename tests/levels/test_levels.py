@@ -28,7 +28,7 @@ class Looking(nn.Module):
     """Decides by value: no graph of pure calls."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape."""
+        """Map any shape to the same."""
         return x + 1 if x.sum() > 0 else x - 1
 
 
@@ -109,13 +109,13 @@ class Small(nn.Module):
         self.convolution, self.norm, self.linear = nn.Conv2d(8, 8, 3), nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images of 8 channels to rows of 8."""
+        """Map images of 8 channels to rows of 8."""
         return self.linear(self.norm(torch.relu(self.convolution(x)).flatten(2).transpose(1, 2)))
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
-    """The pipelines that are called, in order; they do what they do, but for the regions."""
+    """Return the pipelines that are called, in order; they do what they do, but for the regions."""
     found: list[Pipeline] = []
     call = Pipeline.__call__
 
@@ -140,7 +140,7 @@ class Untimed:
         o2.first(SM_90)(family, module)
 
     def in_context(self, module: fx.GraphModule) -> dict[str, str]:
-        """Another tiling, for a graph that has all kernels."""
+        """Return another tiling, for a graph that has all kernels."""
         assert o2.has_triton_kernels(module)
         assert not o2.has_norms(module)
         return {"a": "1x2"}

@@ -51,12 +51,12 @@ def normal(*shape: int) -> Tensor:
 
 
 def phases(setting: Setting) -> list[Pass]:
-    """The passes that run in a setting, in their order."""
+    """Return the passes that run in a setting, in their order."""
     return list(chain.from_iterable(phase.passes for phase in REWRITES.phases if phase.when(setting)))
 
 
 def moved(run: Rewrite, *, to: Rewrite, passes: list[Pass]) -> list[Pass]:
-    """The passes with the last ``run`` where the first ``to`` is: before it if it came after, else after it."""
+    """Return the passes with the last ``run`` where the first ``to`` is: before it if it came after, else after it."""
     names = [each.run for each in passes]
     source = len(names) - 1 - names[::-1].index(run)
     target = names.index(to)
@@ -73,7 +73,7 @@ def rewritten(graph: fx.GraphModule, passes: list[Pass], setting: Setting) -> fx
 def worse(
     graph: fx.GraphModule, run: Rewrite, to: Rewrite, *, dtype: torch.dtype | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graph as REWRITES leave it, and with ``run`` moved to where ``to`` stands, which must be refused."""
+    """Return the graph as REWRITES leave it, and with ``run`` moved to where ``to`` stands, which must be refused."""
     setting = Setting(dtype=dtype)
     passes = moved(run, to=to, passes=phases(setting))
     with pytest.raises(ValueError, match=r"stands before \w+, which it needs"):
@@ -139,7 +139,7 @@ class Branches(nn.Module):
         self.b = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images."""
+        """Map images to images."""
         return self.a(x) + self.b(x)
 
 
@@ -227,7 +227,7 @@ class Steps(nn.Module):
         self.hidden, self.cell, self.lstm = nn.Linear(8, 6), nn.Linear(8, 6), nn.LSTM(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(steps, batch, 8) to (steps, batch, 6)."""
+        """Map (steps, batch, 8) to (steps, batch, 6)."""
         states = (self.hidden(x[0]).unsqueeze(0), self.cell(x[0]).unsqueeze(0))
         return self.lstm(x, states)[0]
 
@@ -271,13 +271,13 @@ def weight(module: fx.GraphModule) -> Tensor:
 
 
 def with_kernels(graph: fx.GraphModule, passes: list[Pass]) -> fx.GraphModule:
-    """A graph as REWRITES leave it, with Triton kernels by these passes."""
+    """Return a graph as REWRITES leave it, with Triton kernels by these passes."""
     setting = Setting(use=first(SM_90))
     return rewritten(REWRITES(graph, setting), passes, setting)
 
 
 def triton(module: fx.GraphModule) -> Counter[str]:
-    """How often each op of a Triton kernel is called."""
+    """Count the calls of each op of a Triton kernel."""
     return Counter(node.target._schema.name for node in module.graph.nodes if node.target in ops())
 
 

@@ -20,7 +20,7 @@ node = helper.make_node
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Executable]:
-    """Y = relu(x) and z = -relu(x), and the number s, the sum of all of y."""
+    """Yield a model of y = relu(x) and z = -relu(x), and the number s, the sum of all of y."""
     nodes = [node("Relu", ["x"], ["y"]), node("Neg", ["y"], ["z"]), node("ReduceSum", ["y"], ["s"], keepdims=0)]
     path = write_model(
         tmp_path / "three.onnx", nodes, [floats("x", *SHAPE)], [floats("y", *SHAPE), floats("z", *SHAPE), floats("s")]

@@ -31,7 +31,7 @@ def pool(host: HostDriver) -> BlockPool:
 
 
 def shared(block: PooledBlock) -> PooledBlock:
-    """The block, as if another library used it."""
+    """Return the block, as if another library used it."""
     block.is_shared = True
     return block
 

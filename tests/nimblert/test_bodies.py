@@ -97,7 +97,7 @@ def test_a_byte_beyond_the_bodies_chooses_the_last() -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], Plan]:
-    """Makes a plan one for the GPU of a fake driver."""
+    """Turn a plan into one for the GPU of a fake driver."""
     host = HostDriver()
     monkeypatch.setattr(driver, "bindings", lambda: host)
     return lambda plan: replace(plan, target=Target.CUDA, device=driver.describe())

@@ -31,7 +31,7 @@ needs_flatc = pytest.mark.skipif(shutil.which("flatc") is None, reason="flatc is
 
 
 def decode_file(file: bytes) -> Plan:
-    """The plan in a file's bytes, whether or not it agrees with itself."""
+    """Return the plan in a file's bytes, whether or not it agrees with itself."""
     return decoder.decode(memoryview(file), flatbuffer_nbytes(file))
 
 
@@ -74,7 +74,7 @@ def test_neighbouring_weights_keep_their_distance_in_the_file() -> None:
 
 
 def declared(path: Path = SCHEMA) -> dict[str, dict[str, str]]:
-    """The bodies of a schema's declarations by kind and name, without comments."""
+    """Return the bodies of a schema's declarations by kind and name, without comments."""
     text = re.sub("//.*", "", path.read_text())
     found: dict[str, dict[str, str]] = {"enum": {}, "struct": {}, "union": {}, "table": {}}
     for kind, name, body in re.findall(r"^(\w+) (\w+)(?: : ubyte)? \{(.*?)\}", text, re.DOTALL | re.MULTILINE):
@@ -137,7 +137,7 @@ def test_structs_are_laid_out_as_the_schema_says() -> None:
     structs = declared()["struct"]
 
     def members(name: str) -> Iterator[str]:
-        """The formats of the numbers, each aligned to its size, and of padding."""
+        """Yield the formats of the numbers, each aligned to its size, and of padding."""
         at, alignment = 0, 1
         for _, kind, _ in declared_fields(structs[name]):
             parts = list(members(kind)) if kind in structs else [{"ushort": "H", "Region": "B"}.get(kind) or code(kind)]
@@ -176,12 +176,12 @@ def test_what_does_not_fit_its_field_is_refused(tensor: Tensor) -> None:
 
 
 def _with_program(plan: Plan, **changes: object) -> Plan:
-    """The plan with fields of its first program replaced."""
+    """Return the plan with fields of its first program replaced."""
     return replace(plan, programs=(replace(plan.programs[0], **changes), *plan.programs[1:]))
 
 
 def place(file: bytes, *path: str | int) -> int:
-    """The position of a field, which is found through names of fields and numbers of elements."""
+    """Return the position of a field, which is found through names of fields and numbers of elements."""
     buffer = FlatBuffer(memoryview(file))
     kind, table, at = "Plan", buffer.target(0), 0
     for step in path:
@@ -197,12 +197,12 @@ def place(file: bytes, *path: str | int) -> int:
 
 
 def code_of(file: bytes, module: int) -> tuple[int, int]:
-    """The place of a module's code."""
+    """Return the place of a module's code."""
     return struct.unpack_from("<QQ", file, place(file, "modules", module, "code"))
 
 
 def _patched(value: bytes, *path: str | int) -> bytes:
-    """The CPU plan's file with ``value`` at a field; a number as the last step counts bytes from there."""
+    """Return the CPU plan's file with ``value`` at a field; a number as the last step counts bytes from there."""
     file = bytearray(encoder.encode_file(plans.cpu_plan()))
     *path_, last = path
     position = place(file, *path_) + last if isinstance(last, int) else place(file, *path)
@@ -240,7 +240,7 @@ def test_unknown_action_of_a_newer_minor_version_names_that() -> None:
 
 
 def with_field(monkeypatch: pytest.MonkeyPatch, record: type, name: str, value: object) -> bytes:
-    """The CPU plan's file with this value in a field of all records of a kind."""
+    """Return the CPU plan's file with this value in a field of all records of a kind."""
     whole = encoder._value
     monkeypatch.setattr(encoder, "_value", lambda r, f: value if (type(r), f.name) == (record, name) else whole(r, f))
     return encoder.encode_file(plans.cpu_plan())

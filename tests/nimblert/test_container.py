@@ -26,7 +26,7 @@ def plan_path(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """The message with which reading ``path`` is refused, without the path before it."""
+    """Return the message with which reading ``path`` is refused, without the path before it."""
     with pytest.raises(PlanError) as caught:
         read_plan(path)
     message = str(caught.value)

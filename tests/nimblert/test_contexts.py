@@ -25,7 +25,7 @@ node = helper.make_node
 
 
 def saved(folder: Path, name: str, rows: int) -> Path:
-    """tanh(x @ w) @ w for (rows, WIDTH), whose arena holds the middle."""
+    """Write tanh(x @ w) @ w for (rows, WIDTH) as a plan whose arena holds the middle."""
     weight = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 8
     path = write_model(
         folder / f"{name}.onnx",
@@ -351,7 +351,7 @@ def test_host_arrays_of_other_libraries_are_taken(model: Executable) -> None:
 
 
 def unsharded() -> None:
-    """As JAX for an array on several devices."""
+    """Raise what JAX raises for an array on several devices."""
     raise BufferError("__dlpack__ only supported for unsharded arrays.")
 
 

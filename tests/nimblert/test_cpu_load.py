@@ -34,7 +34,7 @@ PYTHON_SLACK_NBYTES = 256 << 10
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """(x @ v) * tanh(x @ w) on two streams; v and w are 1 MiB each."""
+    """Write (x @ v) * tanh(x @ w) as a plan of two streams; v and w are 1 MiB each."""
     folder = tmp_path_factory.mktemp("load")
     rng = np.random.default_rng(0)
     node = helper.make_node

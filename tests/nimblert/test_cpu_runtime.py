@@ -42,7 +42,7 @@ node = helper.make_node
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """relu(x @ w) @ w, where w is 64 x 64."""
+    """Write relu(x @ w) @ w as a plan, where w is 64 x 64."""
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Tanh", ["a"], ["r"]), node("MatMul", ["r", "w"], ["y"])]
     weight = RNG.standard_normal((64, 64)).astype(np.float32)
     return write_model(
@@ -95,7 +95,7 @@ def test_values_that_a_kernel_refuses(tmp_path: Path) -> None:
 
 
 def _wide(tmp_path: Path) -> Path:
-    """Two Gathers of their own indices, added: two streams that may fail."""
+    """Write two Gathers of their own indices, added, as a plan of two streams that may fail."""
     nodes = [
         node("Gather", ["w", "i"], ["a"], name="left"),
         node("Gather", ["w", "j"], ["b"], name="right"),
@@ -156,7 +156,7 @@ def test_only_kernels_that_gain_by_it_have_threads_of_their_own(
 
 
 def _threads_opened(plan: Plan) -> int:
-    """How many threads a backend starts."""
+    """Return how many threads a backend starts."""
     before = thread_count()
     backend = backend_of(plan)
     started = thread_count() - before

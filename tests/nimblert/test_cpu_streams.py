@@ -41,12 +41,12 @@ def streams(*bound: Sequence[Bound], gates: Sequence[threading.Lock] = ()) -> St
 
 
 def interrupt() -> None:
-    """As Ctrl-C does."""
+    """Interrupt as Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def branches(folder: Path, count: int) -> Plan:
-    """The sum of ``count`` products, each on a stream of its own."""
+    """Return the sum of ``count`` products, each on a stream of its own."""
     names = [f"p{i}" for i in range(count)]
     rng = np.random.default_rng(0)
     path = write_model(

@@ -43,13 +43,13 @@ print(hashlib.sha256(output.tobytes()).hexdigest())
 
 @pytest.fixture(scope="module")
 def plan(gpu_compiler: "GpuCompiler") -> Plan:
-    """A small ResNet."""
+    """Return a small ResNet."""
     return gpu_compiler.plan(MODEL)
 
 
 @pytest.fixture(scope="module")
 def path(gpu_compiler: "GpuCompiler", plan: Plan) -> Path:
-    """The file of it."""
+    """Return the file of it."""
     del plan  # its compilation must have gone well
     return gpu_compiler.path(MODEL)
 
@@ -143,7 +143,7 @@ def test_a_process_without_a_framework_computes_the_same(plan: Plan, path: Path)
 
 
 def process(*arguments: object, given: object = "", sources: tuple[Path, ...] = SOURCES) -> str:
-    """The output of ``python -m ARGUMENTS`` in the root of the repository, ``given`` on its standard input."""
+    """Return the output of ``python -m ARGUMENTS`` in the root of the repository, ``given`` on its standard input."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
         input=str(given),

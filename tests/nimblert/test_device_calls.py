@@ -30,7 +30,7 @@ ENOUGH = 20
 
 @pytest.fixture
 def order() -> tuple[int, ...]:
-    """The order in memory of the axes of `model`'s input and output."""
+    """Return the order in memory of the axes of `model`'s input and output."""
     return ORDERS["channels last"]
 
 
@@ -44,7 +44,7 @@ def values(output: Any) -> np.ndarray:
 
 
 def layouts_of(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The same array in every order of axes, with gaps and backwards."""
+    """Yield the same array in every order of axes, with gaps and backwards."""
     for order in ORDERS.values():
         yield laid_out(array, order)
     yield np.repeat(array, 2, axis=-1)[..., ::2]

@@ -32,7 +32,7 @@ node = helper.make_node
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tanh(x @ v) * (x @ w) as a plan of one stream and as one of two; the weights fill pages."""
+    """Write tanh(x @ v) * (x @ w) as a plan of one stream and as one of two; the weights fill pages."""
     folder = tmp_path_factory.mktemp("executable")
     rng = np.random.default_rng(1)
     path = write_model(

@@ -31,7 +31,7 @@ NBYTES = 6 * 8 * 4
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An ONNX file with 2 MiB of weights."""
+    """Return an ONNX file with 2 MiB of weights."""
     path = tmp_path_factory.mktemp("model") / "mlp.onnx"
     nodes, value, initializers = [], "x", []
     for i in range(2):
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Path:
-    """The plan of it."""
+    """Return the plan of it."""
     import nimblec
 
     path = model.with_name("whole.plan")
@@ -56,7 +56,7 @@ def whole(model: Path) -> Path:
 
 @pytest.fixture
 def stripped(whole: Path, tmp_path: Path) -> Path:
-    """The plan without its weights, which are in ``w.safetensors`` beside it."""
+    """Return the plan without its weights, which are in ``w.safetensors`` beside it."""
     path = tmp_path / "stripped.plan"
     path.write_bytes(whole.read_bytes())
     stripping.strip(path, tmp_path / "w.safetensors")

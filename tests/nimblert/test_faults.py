@@ -30,7 +30,7 @@ node = helper.make_node
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tanh(x @ w) @ w on two streams of the CPU."""
+    """Write tanh(x @ w) @ w as a plan of two streams of the CPU."""
     folder = tmp_path_factory.mktemp("faults")
     weight = np.random.default_rng(1).standard_normal((WIDTH, WIDTH)).astype(np.float32) / 11
     model = write_model(
@@ -51,18 +51,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def path(request: pytest.FixtureRequest, small: Path) -> Path:
-    """A plan for each target."""
+    """Return a plan for each target."""
     return small if request.param == "cpu" else BLOCK
 
 
 def result(context: Context, seed: int = 0) -> bytes:
-    """The outputs for drawn inputs."""
+    """Return the outputs for drawn inputs."""
     outputs = context.run(golden.draw_inputs(context.program, seed))
     return b"".join(array.tobytes() for array in outputs.values())
 
 
 def doubled(plan: Plan) -> Plan:
-    """The plan with other weights."""
+    """Return the plan with other weights."""
     weights = tuple(replace(w, data=memoryview(2 * np.asarray(w.data).view(np.float32))) for w in plan.weights)
     return replace(plan, weights=weights)
 

@@ -59,7 +59,7 @@ def program(*commands: Command, inputs: tuple[Tensor, ...] = ()) -> Program:
 
 
 def unordered(checked: Program) -> set[tuple[int, int, Region, int]]:
-    """The works that conflict and that no edge orders, with the region, by comparing all with all."""
+    """Return the works that conflict and that no edge orders, with the region, by comparing all with all."""
     works = [command for command in checked.commands if not isinstance(command, Record | Wait)]
     before: list[set[int]] = []
     for row in edges(checked.commands):
@@ -196,7 +196,7 @@ def fill(stream: int, offset: int, nbytes: int = 64) -> Memset:
 
 
 def network(count: int) -> Program:
-    """Layers of four launches on four streams; each reads what two of the layer before wrote and adds its own."""
+    """Return layers of four launches on four streams; each reads what two of the layer before wrote."""
     commands: list[Command] = [fill(stream, 64 * stream) for stream in range(4)]
     events = 0
     for layer in range(count // 4):
@@ -214,7 +214,7 @@ def network(count: int) -> Program:
 
 
 def timed(checked: Program, most_s: float) -> list[str]:
-    """The hazards of a program, found in the time allowed (this machine may be busy)."""
+    """Return the hazards of a program, found in the time allowed (this machine may be busy)."""
     begin = time.process_time()
     found = list(hazards(checked))
     seconds = time.process_time() - begin

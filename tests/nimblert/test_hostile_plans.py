@@ -174,7 +174,7 @@ def test_calls_that_crash_onnx_runtime_or_draw_random_numbers_are_refused(
 
 
 def body(returned: Sequence[str], inputs: Sequence[str] = ()) -> GraphProto:
-    """A body that makes a value "made" of x, or of its first input."""
+    """Return a body that makes a value "made" of x, or of its first input."""
     given = [floats_info(name) for name in inputs]
     return helper.make_graph([node("Neg", [*inputs, "x"][:1], ["made"])], "b", given, [*map(floats_info, returned)])
 
@@ -212,7 +212,7 @@ def constant_of_many_axes() -> Plan:
 
 
 def programs_of_one_entry(count: int, names: int, tensors: int) -> Plan:
-    """Each has ``names`` dimensions, and ``tensors`` inputs of 60 axes that have other sizes than these."""
+    """Return programs of ``names`` dimensions, with ``tensors`` inputs of 60 axes of other sizes than these."""
     plan = gather_plan()
 
     def program(number: int) -> Program:
@@ -260,7 +260,7 @@ def test_very_many_dimensions_are_judged_in_time(make: Callable[[], Plan], sente
 
 
 def tree(*nodes: tuple[int, int] | None, leaves: bool) -> Call:
-    """A tree of nodes that lead to two others each, and of leaves; ``leaves``: in a list of their own (version 5)."""
+    """Return a tree of nodes that lead to two others each; ``leaves`` are in a list of their own (version 5)."""
     sides = [tuple(branches[side] if branches else 0 for branches in nodes) for side in (0, 1)]
     given = {f"nodes_{side}nodeids": ids for side, ids in zip(("true", "false"), sides, strict=True)}
     if leaves:

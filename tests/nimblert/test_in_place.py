@@ -20,7 +20,7 @@ ELEMENT_TYPES = {
 
 
 def session(nodes: list[Any], inputs: list[Any], outputs: list[Any], held: Any = ()) -> Any:
-    """A session of these nodes as they are, on several threads."""
+    """Return a session of these nodes as they are, on several threads."""
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph(nodes, "one", inputs, outputs, held)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
@@ -31,7 +31,7 @@ def session(nodes: list[Any], inputs: list[Any], outputs: list[Any], held: Any =
 
 
 def run_in(made: Any, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
-    """A run whose results lie in these arrays."""
+    """Run with the results in these arrays."""
     binding = made.io_binding()
     for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
         for name, array in arrays.items():

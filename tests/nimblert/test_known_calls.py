@@ -21,7 +21,7 @@ node = helper.make_node
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan of two launches, large enough for several threads; its second input is an index into eight rows."""
+    """Return a plan of two launches, large enough for several threads; its second input is an index into eight rows."""
     folder = tmp_path_factory.mktemp("plans")
     model = write_model(
         folder / "model.onnx",

@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=5)
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without holes whose axis ``order[-1]`` is the innermost."""
+    """Return the strides of a tensor without holes whose axis ``order[-1]`` is the innermost."""
     strides, step = [0] * len(shape), 1
     for axis in reversed(order):
         strides[axis] = step
@@ -25,7 +25,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 def gathered(found: Gather, memory: np.ndarray) -> list[int]:
-    """What the kernel of layout.cu does."""
+    """Gather as the kernel of layout.cu does."""
     steps = (
         range(0, size * stride, stride) if stride else [0] * size
         for size, stride in zip(found.sizes, found.strides, strict=True)

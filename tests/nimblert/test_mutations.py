@@ -34,7 +34,7 @@ EDGES = tuple((1 << bits) + delta for bits in (16, 31, 32, 40, 48, 63, 64) for d
 
 
 def parse(file: bytes) -> Plan:
-    """What `read_plan` does to a file's bytes, without the file."""
+    """Parse a file's bytes as `read_plan` does, without the file."""
     image = memoryview(file)
     container.check_frame(image, "file")
     container.verify_digest(image, "file")
@@ -46,13 +46,13 @@ def flatbuffer_nbytes(file: bytes) -> int:
 
 
 def signed(content: bytes, flatbuffer_size: int) -> bytes:
-    """A file of this content, with a trailer that agrees with it."""
+    """Return a file of this content, with a trailer that agrees with it."""
     head = content + struct.pack("<8sQQ8x", schema.MAGIC, flatbuffer_size, len(content) + 64)
     return head + hashlib.sha256(head).digest()
 
 
 def mutated(content: bytes, flatbuffer_size: int, rng: random.Random) -> bytes:
-    """The content with one to three damages, most of them in the FlatBuffer."""
+    """Return the content with one to three damages, most of them in the FlatBuffer."""
     damaged = bytearray(content)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         within = flatbuffer_size if rng.random() < 0.9 else len(damaged)
@@ -76,7 +76,7 @@ def mutated(content: bytes, flatbuffer_size: int, rng: random.Random) -> bytes:
 
 
 def read_or_refused(file: bytes) -> bool:
-    """Whether ``file`` is read; if so it must hold a sound plan. Any exception but PlanError escapes."""
+    """Return whether ``file`` is read; if so it must hold a sound plan. Any exception but PlanError escapes."""
     try:
         plan = parse(file)
     except PlanError:
@@ -86,7 +86,7 @@ def read_or_refused(file: bytes) -> bool:
 
 
 def content(value: object) -> object:
-    """All that a record holds, as something to compare: damage can make a NaN of a number."""
+    """Return all that a record holds in a form to compare: damage can make a NaN of a number."""
     if isinstance(value, tuple):
         return tuple(map(content, value))
     if isinstance(value, memoryview):
@@ -97,7 +97,7 @@ def content(value: object) -> object:
 
 @cache
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Of a record; None of anything else."""
+    """Return the names of a record's fields; None for anything else."""
     return tuple(field.name for field in fields(kind) if field.compare) if is_dataclass(kind) else None
 
 

@@ -42,7 +42,7 @@ def test_the_table_is_what_onnx_says() -> None:
 
 
 def shape_of(line: str) -> list[object]:
-    """A line without types, of which ONNX Runtime knows fewer than the latest onnx."""
+    """Return a line without types, of which ONNX Runtime knows fewer than the latest onnx."""
     since, least_in, inputs, least_out, outputs, attributes = line.split("/")
     names = sorted(attribute.split("=")[0] for attribute in attributes.split())
     return [since, least_in, [f[0] for f in inputs.split()], least_out, [f[0] for f in outputs.split()], names]
@@ -100,7 +100,7 @@ def test_rules_are_about_whatever_a_file_says(operator: str, **parts: Any) -> No
 
 
 def chain(operator: str, height: int, end: int | None = None) -> list[str]:
-    """What the rules say of a tree of which each node has a leaf and the next node.
+    """Return what the rules say of a tree of which each node has a leaf and the next node.
 
     ``end`` is the node that the last of them leads to instead of a second leaf.
     """

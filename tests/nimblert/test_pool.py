@@ -27,7 +27,7 @@ NBYTES = 6 * 8 * 4
 
 
 def weighted() -> Plan:
-    """Y is the weight "w", whatever x is."""
+    """Return a plan whose y is the weight "w", whatever x is."""
     plan = copying(SHAPE, (0, 1))
     (program,) = plan.programs
     (x,), (y,) = program.inputs, program.outputs
@@ -40,7 +40,7 @@ def weighted() -> Plan:
 
 
 def counting() -> Plan:
-    """A run leaves x in the state and returns what was there."""
+    """Return a plan whose run leaves x in the state and returns what was there."""
     plan = copying(SHAPE, (0, 1))
     (program,) = plan.programs
     (x,), (y,) = program.inputs, program.outputs
@@ -56,7 +56,7 @@ def counting() -> Plan:
 
 
 def with_scratch() -> Plan:
-    """A run copies x through memory that a kernel keeps for itself."""
+    """Return a plan whose run copies x through memory that a kernel keeps for itself."""
     plan = counting()
     (program,), (state,) = plan.programs, plan.state
     return replace(
@@ -93,7 +93,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def answers(pool: ExecutablePool, x: np.ndarray) -> list[Any]:
-    """The output of a call on each device."""
+    """Return the output of a call on each device."""
     return [executable(x) for executable in pool.executables]
 
 

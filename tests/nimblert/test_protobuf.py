@@ -14,7 +14,7 @@ FIELDS = 1 << 16
 
 
 def model() -> bytes:
-    """A model with every kind of field that a plan's may have."""
+    """Return a model with every kind of field that a plan's may have."""
     body = helper.make_graph(
         [helper.make_node("Identity", ["a"], ["b"])],
         "body",
@@ -131,7 +131,7 @@ def _nested(number: int, content: bytes) -> bytes:
 
 
 def _sized(content: bytes) -> bytes:
-    """The content behind its length."""
+    """Return the content behind its length."""
     length = len(content)
     prefix = bytearray()
     while length >= 0x80:

@@ -32,7 +32,7 @@ def weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def compiled(folder: Path, given: Weights, **options: Any) -> Path:
-    """The plan of tanh(x @ w) @ v + bias + gather(w)."""
+    """Return the plan of tanh(x @ w) @ v + bias + gather(w)."""
     path = write_model(
         folder / "model.onnx",
         [
@@ -67,7 +67,7 @@ INPUTS = {"x": drawn(9, 4, WIDTH), "rows": np.array([3, 1, 2, 0])}
 
 
 def outputs_of(folder: Path, given: Weights) -> np.ndarray:
-    """What a plan gives that is compiled afresh with these weights."""
+    """Return what a plan gives that is compiled afresh with these weights."""
     with nimblert.load(compiled(folder, given)) as fresh:
         return fresh.run(INPUTS)["y"]
 

@@ -19,12 +19,13 @@ from nimblert.plan import Launch, Plan, Wait
 
 @pytest.fixture(scope="module")
 def branching(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A branching model for the CPU, in its widest schedule."""
+    """Return a branching model for the CPU, in its widest schedule."""
     torch.manual_seed(0)
     module, args = importlib.import_module("families.inception").small()
     path = tmp_path_factory.mktemp("replan") / "inception.onnx"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter's deprecation is not what is tested
+        # The older exporter warns of its deprecation.
+        warnings.simplefilter("ignore")
         torch.onnx.export(module, args, path, dynamo=False)
     return plan_file(path, streams=None, joins=False)
 

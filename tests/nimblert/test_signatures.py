@@ -46,7 +46,7 @@ def write_keys(folder: Path, name: str, key: Any = None, *, pem: bool = False) -
 
 @pytest.fixture
 def signed(tmp_path: Path) -> Path:
-    """A plan, its signature and ``key``, beside ``other.plan``, which ``stranger`` has signed."""
+    """Return a plan, its signature and ``key``, beside ``other.plan``, which ``stranger`` has signed."""
     for name, key in (("model.plan", "key"), ("other.plan", "stranger")):
         encoder.write(plans.cpu_plan(), tmp_path / name)
         signing.sign(tmp_path / name, write_keys(tmp_path, key), tmp_path / f"{name}.sig")

@@ -31,7 +31,7 @@ def executable() -> Iterator[Executable]:
 
 
 def drawn(rows: int) -> dict[str, np.ndarray]:
-    """Inputs of so many rows."""
+    """Draw inputs of so many rows."""
     numbers = np.arange(1, 3 * rows + 1, dtype=np.int32)
     return {"x": numbers.reshape(rows, 3), "w": -numbers[: 2 * rows].reshape(2, rows)}
 
@@ -47,7 +47,7 @@ def test_an_empty_input_has_the_largest_size(executable: Executable) -> None:
 
 
 def runs(rows: int, fit: Fit = Fit.SPLIT) -> list[int] | None:
-    """The sizes of the programs that a call of so many rows takes."""
+    """Return the sizes of the programs that a call of so many rows takes."""
     served = Sizes(sized(*SIZES, fit=fit).programs).serve(((rows, 3), (2, rows)))
     return None if served is None else [dict(part.program.profile)["rows"] for part, *_ in served.runs]
 
@@ -277,7 +277,7 @@ def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def of_programs(plan: Plan, **changes: object) -> Plan:
-    """The plan with fields of all programs replaced, by functions of a program."""
+    """Return the plan with fields of all programs replaced, by functions of a program."""
     programs = (replace(p, **{name: change(p) for name, change in changes.items()}) for p in plan.programs)  # type: ignore[operator]
     return replace(plan, programs=tuple(programs))
 

@@ -51,7 +51,7 @@ def test_what_is_assigned_is_what_the_next_run_finds(loaded: Executable) -> None
 
 
 def scalar(dtype: str) -> Executable:
-    """A plan with a scalar of this dtype among its state."""
+    """Return a plan with a scalar of this dtype among its state."""
     plan = keeping()
     zero = Weight(name="scalar", dtype=dtype, shape=(), offset=64, data=memoryview(bytes(ITEM_NBYTES[dtype])))
     return nimblert.load(encoder.encode_file(replace(plan, state_nbytes=128, state=(*plan.state, zero))))

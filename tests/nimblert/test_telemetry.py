@@ -53,13 +53,13 @@ def notes() -> Iterator[Notes]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Executable]:
-    """tanh(x) + tanh(x)."""
+    """Yield a model of tanh(x) + tanh(x)."""
     with nimblert.load(bent_sum(tmp_path)) as executable:
         yield executable
 
 
 def rows(count: int) -> dict[str, np.ndarray]:
-    """Inputs of `sized`."""
+    """Return inputs of `sized`."""
     return {"x": np.zeros((count, 3), np.int32), "w": np.zeros((2, count), np.int32)}
 
 

@@ -25,7 +25,7 @@ node = helper.make_node
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Executable]:
-    """tanh(x @ v) * (x @ w) on two streams."""
+    """Yield a model of tanh(x @ v) * (x @ w) on two streams."""
     weights = np.random.default_rng(1).standard_normal((2, 256, 256)).astype(np.float32)
     path = write_model(
         tmp_path / "model.onnx",

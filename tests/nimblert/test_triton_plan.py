@@ -30,7 +30,7 @@ class FakeMemory:
     """Regions at made-up addresses, far from one another and from 0."""
 
     def address(self, pointer: Pointer) -> int:
-        """The address of a pointer."""
+        """Return the address of a pointer."""
         return (0x7000 + 16 * pointer.region + pointer.index << 32) + pointer.offset
 
 
@@ -81,7 +81,7 @@ def test_its_checks_pass_and_the_run_is_left_out_where_no_gpu_is(missing_gpu: st
 
 
 def assert_relocated(launch: Launch) -> None:
-    """Each relocation became its address, and every other byte is what it was."""
+    """Check that each relocation became its address, and that every other byte is what it was."""
     memory = FakeMemory()
     params = relocate(launch, memory)  # type: ignore[arg-type]  # only its addresses are asked for
     assert len(params) == len(launch.params)

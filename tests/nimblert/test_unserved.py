@@ -17,7 +17,7 @@ BATCHES = (1, 4)
 
 
 def program(fits: tuple[Fit, ...], sizes: dict[str, int], inputs: dict[str, Shape]) -> Program:
-    """A program that takes int64 inputs and does nothing."""
+    """Return a program that takes int64 inputs and does nothing."""
     tensors = tuple(
         Tensor(name=name, dtype="int64", shape=shape, strides=(1,) * len(shape), pointer=plans.pointer(Region.INPUT))
         for name, shape in inputs.items()
@@ -34,7 +34,7 @@ def encoder(batch: Fit, sequence: Fit) -> list[Program]:
 
 
 def refused(programs: list[Program], *shapes: Shape) -> str:
-    """The message for inputs of these shapes."""
+    """Return the message for inputs of these shapes."""
     with pytest.raises(InputError) as caught:
         Signature("main", programs).serve([np.empty(shape, np.int8) for shape in shapes])
     return str(caught.value)

@@ -28,7 +28,7 @@ SLOT_NBYTES = 1 << 12
 
 @pytest.fixture
 def copied(put: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each array that goes through the slots of the uploader."""
+    """Return the bytes of each array that goes through the slots of the uploader."""
     del put
     found: list[int] = []
     enqueue = Uploader.enqueue
@@ -44,21 +44,21 @@ def copied(put: object, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def model(copied: list[int]) -> Iterator[Executable]:
-    """A program that copies its input."""
+    """Yield a program that copies its input."""
     with nimblert.load(copying(SHAPE, ORDERS["contiguous"]), poison=True) as executable:
         copied.clear()
         yield executable
 
 
 def filled(model: Executable, seed: int, name: str = "x") -> np.ndarray:
-    """New page-locked memory with an input."""
+    """Return new page-locked memory with an input."""
     array = model.empty_input(name)
     array[...] = drawn(seed, array.shape)
     return array
 
 
 def check(model: Executable, copied: list[int], inputs: Callable[[int], np.ndarray], *, through_slots: bool) -> None:
-    """Each call has its own input; all go through the uploader's slots, or none does."""
+    """Check that each call has its own input, and that all go through the uploader's slots, or none does."""
     for seed in range(6):
         x = inputs(seed)
         copied.clear()
@@ -107,7 +107,7 @@ def test_each_of_several_inputs_is_read_in_place_or_copied(copied: list[int]) ->
 
 
 def part_of(model: Executable, seed: int, cut: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """A view of a plan's memory with an input of `SHAPE`."""
+    """Return a view of a plan's memory with an input of `SHAPE`."""
     view = cut(model.empty_input("x"))
     view[...] = drawn(seed, SHAPE)
     return view
@@ -141,7 +141,7 @@ def test_dense_page_locked_part_is_in_place(
 def test_page_locked_gaps_are_copied(
     model: Executable, copied: list[int], cut: Callable[[np.ndarray], np.ndarray]
 ) -> None:
-    """By one thread, to the staging memory of the input."""
+    """One thread copies to the staging memory of the input."""
     with nimblert.load(copying((*SHAPE[:3], 2 * SHAPE[3]), ORDERS["contiguous"])) as memory:
         check(model, copied, lambda seed: part_of(memory, seed, cut), through_slots=False)
 

@@ -164,7 +164,7 @@ LOW = torch.finfo(torch.float32).min
 
 
 def _stated(mask: Tensor, passes: Sequence[Callable[[fx.GraphModule], None]] = (), keys: int = TOKENS) -> fx.Node:
-    """The call that is left of an attention with a constant mask; its values must be the same."""
+    """Return the call that is left of an attention with a constant mask; its values must be the same."""
     inputs = _inputs(keys=keys)
     shape = (BATCH, HEADS, TOKENS, keys)
 

@@ -168,11 +168,15 @@ def _read_between(y: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "viewed",
     [
-        lambda y, scale: y.reshape(6, 2, 3) * scale[:3],  # parts of the channels
-        lambda y, scale: y.reshape(2, 18) * scale.repeat(3),  # channels of several rows
-        lambda y, scale: y.t() * scale,  # rows
+        # The scale is of parts of the channels.
+        lambda y, scale: y.reshape(6, 2, 3) * scale[:3],
+        # The scale is of the channels of several rows.
+        lambda y, scale: y.reshape(2, 18) * scale.repeat(3),
+        # The scale is of rows.
+        lambda y, scale: y.t() * scale,
         lambda y, scale: y.reshape(2, 3, 6).permute(0, 2, 1) * scale[:3],
-        lambda y, scale: y.t().reshape(2, 3, 6) * scale,  # as long as the channels, but not they
+        # The axis is as long as the channels, but another one.
+        lambda y, scale: y.t().reshape(2, 3, 6) * scale,
         _read_between,
     ],
 )

@@ -44,7 +44,7 @@ def _mobile_one(x: Tensor) -> Tensor:
 
 
 def _rep_mixer(x: Tensor) -> Tensor:
-    """As in FastViT: a difference, scaled, and added to what came in."""
+    """Add a scaled difference to what came in, as in FastViT."""
     return x + _random(8, 1, 1) * (_conv(x, 7, groups=8) - _norm(x))
 
 
@@ -101,7 +101,7 @@ def _used_elsewhere(x: Tensor) -> Tensor:
 
 
 def _broadcast_pixel(x: Tensor) -> Tensor:
-    """A kernel as large as the images, whose one pixel is added to each of the other branch."""
+    """Return a kernel as large as the images, whose one pixel is added to each of the other branch."""
     return functional.conv2d(x, _random(8, 8, 9, 7)) + _conv(x, 1)
 
 

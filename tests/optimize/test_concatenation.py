@@ -74,7 +74,7 @@ def _of_dense_block(x: Tensor) -> Tensor:
 
 
 def _with_siblings(x: Tensor) -> Tensor:
-    """As in GoogLeNet: three convolutions of the same images, of which the first begins the concatenation."""
+    """Apply three convolutions to the same images, as in GoogLeNet; the first begins the concatenation."""
     x = functional.max_pool2d(_conv(x, 16), 3, 1, 1)
     first, second, third = (torch.relu(_conv(x, out, seed=out)) for out in (8, 16, 24))
     pooled = functional.max_pool2d(x, 3, 1, 1)
@@ -82,7 +82,7 @@ def _with_siblings(x: Tensor) -> Tensor:
 
 
 def _last_of_a_split(x: Tensor) -> Tensor:
-    """As in CSPNet: half of a result goes another way, and is pooled there."""
+    """Send half of a result another way, and pool it there, as in CSPNet."""
     both = _conv(x, 32)
     half = both[:, 16:]
     pooled = functional.max_pool2d(both[:, :16], 3, 1, 1)

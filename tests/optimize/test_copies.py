@@ -24,7 +24,7 @@ class Attending(nn.Module):
         self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, 32) to the same."""
+        """Map (batch, tokens, 32) to the same."""
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 

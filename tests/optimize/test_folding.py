@@ -21,7 +21,7 @@ X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4)
 
 
 def _with_calls(build: Callable[..., list[fx.Node]], *constants: torch.Tensor) -> fx.GraphModule:
-    """A graph on X whose constants are not folded yet: ``build(graph, x, *constants)`` gives its outputs."""
+    """Return a graph on X whose constants are not folded yet: ``build(graph, x, *constants)`` gives its outputs."""
     module = record(lambda x: x * 2.0, X)
     graph = module.graph
     (x,) = (n for n in graph.nodes if n.op == "placeholder")

@@ -76,7 +76,7 @@ class _Attention(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries, keys and values (batch, heads, tokens, size)."""
+        """Attend twice; queries, keys and values are (batch, heads, tokens, size)."""
         for _ in range(2):
             q = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return q
@@ -108,7 +108,7 @@ class _LanguageModel(nn.Module):
         self.words = nn.Parameter(torch.randn(words, size) / size**0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, length) to logits (batch, length, words)."""
+        """Map tokens (batch, length) to logits (batch, length, words)."""
         return nn.functional.linear(nn.functional.embedding(tokens, self.words) * 8, self.words)
 
 
@@ -132,7 +132,7 @@ class _Stencils(nn.Module):
         self.norm = nn.GroupNorm(4, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, 16, 32, 32) to (N, 16, 16, 16)."""
+        """Map images (N, 16, 32, 32) to (N, 16, 16, 16)."""
         f = nn.functional
         first, second, third, fourth, fifth = self.convolutions
         x = second(f.max_pool2d(first(x), 3, 2, 1))

@@ -17,7 +17,7 @@ CHANNELS_LAST = torch.channels_last
 def _graph(
     channels: int, groups: int, made: int, *, size: int = 3, dilation: int = 1, dtype: torch.dtype = HALF
 ) -> tuple[fx.GraphModule, Tensor]:
-    """The ReLU of a convolution of ``channels`` with ``made`` results for each of ``groups``, and its images."""
+    """Return the ReLU of a convolution of ``channels`` with ``made`` results for each of ``groups``, and its images."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(made * groups, channels // groups, size, size, generator=generator).to(dtype) / size
     x = torch.randn(2, channels, 9, 8, generator=generator).to(dtype).contiguous(memory_format=CHANNELS_LAST)

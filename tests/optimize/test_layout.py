@@ -29,7 +29,7 @@ def _is_channels_last(node: fx.Node) -> bool:
 
 
 def _network(x: Tensor) -> Tensor:
-    """Two branches on one input, pooling, concatenation, a residual, upsampling, and back to the head."""
+    """Join two branches on one input, pooling, concatenation, a residual, upsampling, and the head."""
     y = torch.relu(torch.conv2d(x, _weight(8, 8, 3, 3), padding=1))
     z = torch.conv2d(x, _weight(8, 1, 3, 3), padding=1, groups=8) + y
     y = torch.cat([torch.max_pool2d(y, 2), torch.nn.functional.avg_pool2d(z, 2)], 1)
@@ -114,7 +114,7 @@ def test_one_dimensional_and_three_dimensional_convolutions_stay() -> None:
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """A convolution, group norm twice on its result, and convolutions of both."""
+    """Return a convolution, group norm twice on its result, and convolutions of both."""
     y = torch.conv2d(x, _weight(8, 8, 3, 3), padding=1)
     z = torch.group_norm(y, 4, X[0, :, 0, 0], X[1, :, 0, 0]), torch.group_norm(torch.relu(y), 2)
     return torch.conv2d(torch.sigmoid(z[0]), _weight(8, 8, 3, 3)) + torch.conv2d(z[1], _weight(8, 8, 3, 3))

@@ -55,7 +55,7 @@ class Refused(nn.Module):
     """Looks at a value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Numbers to numbers."""
+        """Map numbers to numbers."""
         return x * x.sum().item()
 
 

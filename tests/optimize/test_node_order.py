@@ -8,7 +8,7 @@ from nimblec.graph.views import reached
 
 
 def _graph() -> tuple[fx.Graph, list[fx.Node]]:
-    """Two calls of one input, of which the output reads the first."""
+    """Return two calls of one input, of which the output reads the first."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     first, second = graph.call_function(torch.sin, (x,)), graph.call_function(torch.cos, (x,))

@@ -28,7 +28,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def in_half(graph: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
-    """A copy of a graph in half precision, which must be well formed, without detours, and final."""
+    """Return a copy of a graph in half precision, which must be well formed, without detours, and final."""
     after = rewritten(graph, lambda module: cast(module, dtype))
     for node in after.graph.nodes:
         casts = [user for user in node.users if user.target is aten._to_copy.default]
@@ -43,24 +43,24 @@ def in_half(graph: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
 
 
 def _values(graph: fx.GraphModule) -> list[Tensor]:
-    """Inputs and outputs."""
+    """Return inputs and outputs."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [node.meta["val"] for node in (*inputs, *graph.graph.output_node().args[0])]
 
 
 def error(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    """The largest relative error of an output, by norms."""
+    """Return the largest relative error of an output, by norms."""
     pairs = zip(wanted, got, strict=True)
     return max(float((a.double() - b.double()).norm() / a.double().norm().clamp(min=1e-30)) for a, b in pairs)
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """The error that a small model may have: a few roundings."""
+    """Return the error that a small model may have: a few roundings."""
     return 4 * torch.finfo(dtype).eps
 
 
 def dtypes(graph: fx.GraphModule, target: Any) -> list[list[torch.dtype]]:
-    """The dtypes of the tensors that each call of ``target`` takes."""
+    """Return the dtypes of the tensors that each call of ``target`` takes."""
     calls = [node for node in graph.graph.nodes if node.target is target]
     return [[n.meta["val"].dtype for n in node.all_input_nodes] for node in calls]
 

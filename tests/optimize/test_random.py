@@ -43,7 +43,7 @@ def _squeeze(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _attention(x: Tensor, y: Tensor) -> Tensor:
-    """Two linears on one input, heads of 8 tokens, and a causal mask."""
+    """Attend by two linears on one input, with heads of 8 tokens and a causal mask."""
     rows = x.reshape(2 * 9, 16)
     keys = torch.addmm(_constants(16), rows, _constants(16, 16))
     values = torch.addmm(_constants(16), rows, _constants(16, 17)[:, 1:].contiguous())

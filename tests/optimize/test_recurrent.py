@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any], str]] = {
 
 
 def _built(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.RNNBase, Tensor, Any]:
-    """The network, its inputs, and the state that it would start with if it were told to."""
+    """Return the network, its inputs, and the state that it would start with if it were told to."""
     torch.manual_seed(0)
     kind, settings, _ = KINDS[name]
     network = kind(WIDTH, HIDDEN, **settings).eval().to(dtype)
@@ -90,7 +90,7 @@ class _Encoder(nn.Module):
         self.gru = nn.GRU(WIDTH, HIDDEN, num_layers=2)
 
     def forward(self, x: Tensor, state: Tensor) -> Tensor:
-        """(steps, batch, width) and (batch, layers, hidden) to (steps, batch, hidden)."""
+        """Map (steps, batch, width) and (batch, layers, hidden) to (steps, batch, hidden)."""
         return self.gru(x, torch.tanh(state.transpose(0, 1).contiguous()))[0]
 
 

@@ -28,7 +28,7 @@ from nimblec.optimize.passes.partition import Extract, Region, extract, partitio
 
 
 def _as_calls(module: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModule:
-    """A copy in which each region is one call of its own graph."""
+    """Return a copy in which each region is one call of its own graph."""
     result = fx.GraphModule(module, module.graph.__deepcopy__())
     twins = dict(zip(module.graph.nodes, result.graph.nodes, strict=True))
 
@@ -50,7 +50,7 @@ def _dependencies(module: fx.GraphModule) -> nx.DiGraph:
 
 
 def _contracted(graph: nx.DiGraph, groups: Sequence[Sequence[fx.Node]]) -> nx.DiGraph:
-    """The graph with each group as one node; a view that only serves a group does not tie it to others."""
+    """Return the graph with each group as one node; a view that only serves a group does not tie it to others."""
     name = {node: ("group", i) for i, group in enumerate(groups) for node in group}
     result = nx.DiGraph()
     for node in graph:
@@ -222,7 +222,7 @@ def test_what_is_as_fast_alone_is_none(fast: Callable[[Tensor], Tensor]) -> None
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """An Inception block: branches on one image, two of them pools, and another block's pool on all."""
+    """Return an Inception block: branches on one image, two of them pools, and another block's pool on all."""
     weight = torch.randn(4, 4, 1, 1, generator=torch.Generator().manual_seed(1))
     x = torch.conv2d(x, weight)
     pooled = torch.conv2d(F.avg_pool2d(x, 3, 1, 1), weight)
@@ -304,7 +304,7 @@ def test_biases_are_added_behind_views() -> None:
 
 
 def _inverted(x: Tensor, channels: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """The block of MobileNetV2 (Sandler et al. 2018): widen, depthwise, narrow without an activation."""
+    """Return the block of MobileNetV2 (Sandler et al. 2018): widen, depthwise, narrow without an activation."""
 
     def convolve(x: Tensor, outputs: int, kernel: int, groups: int = 1) -> Tensor:
         weight = torch.randn(outputs, x.shape[1] // groups, kernel, kernel, generator=generator) / 2

@@ -31,7 +31,7 @@ MATRIX = WEIGHT.t().contiguous()
 
 
 def _nbytes(module: fx.GraphModule) -> int:
-    """Of the memory that constants keep."""
+    """Return the bytes of memory that constants keep."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.buffers()}
     return sum(storages.values())
 
@@ -172,7 +172,7 @@ class CrossCovariance(nn.Module):
         self.gamma = nn.Parameter(torch.rand(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of the tokens and what attention makes of them."""
+        """Return the sum of the tokens and what attention makes of them."""
         q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 4, 1).unbind(0)
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         y = (q @ k.mT).softmax(-1) @ v
@@ -187,12 +187,12 @@ class ClassAttention(nn.Module):
         self.norm, self.grow = nn.LayerNorm(16), nn.Linear(16, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (batch, n, 16) to (batch, 1, 24)."""
+        """Map tokens (batch, n, 16) to (batch, 1, 24)."""
         return F.gelu(self.grow(self.norm(x)[:, :1]))
 
 
 def _optimized(network: type[nn.Module], batch: int) -> fx.GraphModule:
-    """A network in float16, its values compared with those of its own graph."""
+    """Return a network in float16, its values compared with those of its own graph."""
     torch.manual_seed(0)
     module, x = network().eval().half(), _random(batch, 12, 16, dtype=torch.float16)
     before = trace(module, (x,)).module

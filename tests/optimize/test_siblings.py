@@ -28,7 +28,7 @@ def _conv(x: Tensor, out: int, size: int = 1, *, bias: bool = True, seed: int = 
 
 
 def _block(x: Tensor) -> Tensor:
-    """As in Inception: a third branch that something else reads as well."""
+    """Apply three branches, the third of which something else reads as well, as in Inception."""
     first, second, third = (torch.relu(_conv(x, out, seed=out)) for out in (8, 24, 16))
     return _conv(first, 8, 3) + _conv(second, 8, 3) + _conv(third, 8, 3) * third.sum()
 
@@ -51,7 +51,7 @@ def _twice(x: Tensor) -> Tensor:
 
 
 def _beside_a_beginning(x: Tensor) -> Tensor:
-    """As in GoogLeNet: the first of them begins a concatenation, which another one does too."""
+    """Apply siblings, as in GoogLeNet, the first of which begins a concatenation, as another one does."""
     first, second, third, fourth = (_conv(x, out, seed=out) for out in (8, 16, 24, 32))
     return torch.cat([first, _conv(second, 8, 3), third], 1) + torch.cat([fourth, _conv(second, 8)], 1)
 
@@ -99,7 +99,7 @@ def _read_elsewhere_too(x: Tensor) -> Tensor:
 
 
 def _also_their_residuals(x: Tensor) -> Tensor:
-    """Joined, the residuals would be parts of larger images, which our kernels do not add."""
+    """Add residuals, which if joined were parts of larger images: our kernels do not add those."""
     first, second = torch.relu(_conv(x, 8)), torch.relu(_conv(x, 8, seed=4))
     return torch.relu(_conv(first, 8) + first) + torch.relu(_conv(second, 8) + second)
 

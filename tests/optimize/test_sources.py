@@ -23,7 +23,7 @@ class Written(nn.Module):
     """A GELU of several calls."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Map any shape to the same."""
         return x * 0.5 * (1 + torch.erf(x / 2**0.5))
 
 
@@ -34,7 +34,7 @@ def block() -> nn.Module:
 
 
 def sources(module: fx.GraphModule) -> dict[str, str]:
-    """By the call's name; of equal ones the last."""
+    """Return the sources by the call's name; of equal names the last."""
     calls = [node for node in module.graph.nodes if isinstance(node.target, OpOverload)]
     return {node.target._opname: node.meta["source"] for node in calls}
 

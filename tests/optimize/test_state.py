@@ -26,7 +26,7 @@ STEPS = 40
 
 
 def fused(module: nn.Module, *args: Tensor) -> TorchModel:
-    """The module as -O1 makes it, over the module's own state."""
+    """Return the module as -O1 makes it, over the module's own state."""
     return Runs(place(module, args, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
 
 
@@ -93,7 +93,7 @@ class Shuffled(nn.Module):
         self.steps = [(draw.choice(kinds), draw.sample(NAMES, 2)) for _ in range(draw.randint(2, 9))]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of 4 numbers; what was kept is part of the result."""
+        """Return a result of 4 numbers that also depends on what was kept."""
         for kind, (name, other) in self.steps:
             a, b = self.get_buffer(name), self.get_buffer(other)
             if kind == "replace":
@@ -134,7 +134,7 @@ class Turned(nn.Module):
         self._turn = turn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of 4 numbers."""
+        """Map 4 numbers."""
         turned = self._turn(self.kept * 0.5 + x)
         self.kept.mul_(0.5).add_(x.sin())
         return turned.tanh()
@@ -153,7 +153,7 @@ def test_state_is_written_after_it_was_read_in_any_order(turn: Callable[[Tensor]
 
 
 def images() -> nn.Module:
-    """The start of `training_steps.images`: a norm after a convolution without a bias, and one after one with it."""
+    """Start `training_steps.images`: a norm after a convolution without a bias, and one after one with it."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
@@ -194,7 +194,7 @@ class Rounded(nn.Module):
         self._rounded = rounded
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of 4 numbers and both vectors, so that one region computes all."""
+        """Map 4 numbers and both vectors, so that one region computes all."""
         left, right = self._rounded(self.left), self._rounded(self.right)
         self.left.copy_(right)
         self.right.copy_(left)
@@ -218,7 +218,7 @@ class Momentum(nn.Module):
         self.register_buffer("weight", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A product with the weight as it was."""
+        """Multiply by the weight as it was."""
         result = self.weight @ x
         self.moved.mul_(0.9).add_(x.tanh())
         self.weight.sub_(self.moved, alpha=0.5)
@@ -243,7 +243,7 @@ class Rows(nn.Module):
         self._step = step
 
     def forward(self, x: Tensor) -> Tensor:
-        """A row of 3 numbers to whatever it makes of it."""
+        """Return what the model makes of a row of 3 numbers."""
         return self._step(self.kept, x)
 
 

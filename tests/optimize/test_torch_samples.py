@@ -39,7 +39,7 @@ class Sample(nn.Module):
         self.operator, self.leaves, self.structure = operator, leaves, structure
 
     def forward(self, *tensors: Tensor) -> Any:
-        """What the operator gives."""
+        """Return what the operator gives."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -56,7 +56,7 @@ def _samples(operator: Any, dtype: torch.dtype) -> Iterator[tuple[nn.Module, lis
 
 
 def _compared(module: nn.Module, tensors: list[Tensor]) -> bool:
-    """Whether a sample runs and is compiled; then each graph gives what PyTorch gives."""
+    """Return whether a sample runs and is compiled; then each graph gives what PyTorch gives."""
     try:
         wanted = [leaf for leaf in pytree.tree_leaves(module(*map(torch.clone, tensors))) if isinstance(leaf, Tensor)]
         flat = flattened(place(module, tuple(tensors), {}, device="cpu"))

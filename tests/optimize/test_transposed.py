@@ -134,7 +134,7 @@ class Network(nn.Module):
         self.last = nn.Conv2d(16, 8, 3, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (batch, 3, height, width), both even, to (batch, 8, height, width)."""
+        """Map images (batch, 3, height, width), both even, to (batch, 8, height, width)."""
         x = torch.relu(self.stem(x))
         y = self.norm(self.grow(torch.relu(self.deep(F.max_pool2d(x, 2)))))
         return self.last(torch.cat((x, y), 1))

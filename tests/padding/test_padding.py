@@ -405,13 +405,13 @@ CASES = dict(_cases())
 
 
 def parsed(text: str) -> ModelProto:
-    """A model with the named dimensions N and T."""
+    """Return a model with the named dimensions N and T."""
     header = '<ir_version: 9, opset_import: ["" : 21, "com.microsoft" : 1, "ai.onnx.ml" : 3]>'
     return onnx.parser.parse_model(f"{header} {text}")
 
 
 def proved(text: str) -> Mapping[str, Proof]:
-    """What its graph proves for `SIZES`."""
+    """Return what the graph proves for `SIZES`."""
     model = parsed(text)
 
     def axes(values: Any) -> dict[str, list[str | None]]:
@@ -435,7 +435,7 @@ def test_graph_proves_fit(case: str) -> None:
 
 
 def drawn(model: ModelProto, sizes: Mapping[str, int], seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
-    """Random inputs, with masks that leave everything."""
+    """Draw random inputs, with masks that leave everything."""
     random = np.random.default_rng(seed)
     found = {}
     for value in model.graph.input:
@@ -447,7 +447,7 @@ def drawn(model: ModelProto, sizes: Mapping[str, int], seed: int, scale: float =
 
 
 def boxes(values: Any, name: str, start: int, stop: int) -> dict[str, tuple[slice, ...]]:
-    """The elements from ``start`` to ``stop`` of each value along the dimension ``name``."""
+    """Return the elements from ``start`` to ``stop`` of each value along the dimension ``name``."""
     return {
         v.name: tuple(slice(start, stop) if d.dim_param == name else slice(None) for d in v.type.tensor_type.shape.dim)
         for v in values

@@ -20,13 +20,13 @@ RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name=
 
 
 def blocks(document: str) -> dict[str, str]:
-    """The blocks of a document that the walkthrough writes, by name, in order."""
+    """Return the blocks of a document that the walkthrough writes, by name, in order."""
     return dict(re.findall(r"```text (\w+)\n(.*?)```", document, re.DOTALL))
 
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
-    """What docs/walkthrough.py prints, by section, in order."""
+    """Return what docs/walkthrough.py prints, by section, in order."""
     out = python(f"import sys; sys.path.insert(0, 'docs'); {RUN}", ROOT / "docs" / "walkthrough.py")
     return {name: text.rstrip("\n") + "\n" for name, text in re.findall(r"== (\w+)\n(.*?\n)(?=== |\Z)", out, re.DOTALL)}
 
@@ -150,7 +150,7 @@ def test_every_heading_that_a_link_leads_to_is_there(document: str) -> None:
 
 
 def said(node: ast.AST) -> str:
-    """The text of a string in the code, with an ellipsis for each value that is put into it; empty for all else."""
+    """Return the text of a string in the code, with an ellipsis for each value put into it; "" for all else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -23,13 +23,13 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def dependencies() -> list[str]:
-    """What setup.py says that nimblec needs, nimblert apart."""
+    """Return what setup.py says that nimblec needs, nimblert apart."""
     (found,) = re.findall(r"install_requires=\[runtime\(\), (.*?)\]", (ROOT / "setup.py").read_text())
     return [text.strip('"') for text in found.split(", ")]
 
 
 def floors(*requirements: str) -> dict[str, set[str]]:
-    """The lowest version that each requirement admits, as `name: {version}`."""
+    """Return the lowest version that each requirement admits, as `name: {version}`."""
     parsed = [Requirement(text) for text in requirements if not text.startswith("nimblec")]
     return {
         canonicalize_name(wanted.name): {s.version for s in wanted.specifier if s.operator == ">="} for wanted in parsed
@@ -68,7 +68,7 @@ def test_the_description_of_the_package_needs_nothing_beside_it(readme: Path) ->
 
 
 def supported() -> dict[str, str]:
-    """What docs/supported.md says of each row of its first table."""
+    """Return what docs/supported.md says of each row of its first table."""
     table, *_ = (ROOT / "docs" / "supported.md").read_text().split("## GPUs")
     return dict(re.findall(r"^\| ([\w, -]+) \| ([^|]+) \|", table, re.MULTILINE))
 

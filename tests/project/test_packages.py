@@ -36,7 +36,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lean(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install ./runtime[cpu]` makes."""
+    """Return what `pip install ./runtime[cpu]` makes."""
     made = Environment(tmp_path_factory.mktemp("lean") / "venv")
     made.link("numpy", "onnxruntime")
     made.install(f"{copy}/runtime[cpu]")
@@ -45,7 +45,7 @@ def lean(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def bare(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install ./runtime` makes."""
+    """Return what `pip install ./runtime` makes."""
     made = Environment(tmp_path_factory.mktemp("bare") / "venv")
     made.link("numpy")
     made.install(copy / "runtime")
@@ -54,7 +54,7 @@ def bare(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def whole(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install .` makes."""
+    """Return what `pip install .` makes."""
     made = Environment(tmp_path_factory.mktemp("whole") / "venv")
     made.link("numpy", "flatbuffers", "click", "rich", "ml_dtypes")
     made.install(copy)

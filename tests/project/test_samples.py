@@ -15,7 +15,7 @@ RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name=
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits sample, compiled for the CPU in a process without torch."""
+    """Return the digits sample, compiled for the CPU in a process without torch."""
     path = tmp_path_factory.mktemp("plans") / "digits.plan"
     code = "import sys; from nimblec.cli import main; main(['compile', *sys.argv[1:], '--target', 'cpu', '-q'])"
     python(code, SAMPLES / "digits.onnx", "-o", path, without=["torch", "triton"])

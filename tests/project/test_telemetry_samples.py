@@ -17,7 +17,7 @@ X = np.ones(4, np.float32)
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Executable]:
-    """tanh(x) + tanh(x)."""
+    """Yield a model of tanh(x) + tanh(x)."""
     with nimblert.load(bent_sum(tmp_path)) as executable:
         yield executable
 

@@ -19,7 +19,7 @@ from nimblec.schedule.dependencies import (
 
 
 def closure_of_conflicts(model: Graph) -> tuple[int, ...]:
-    """The tasks before each task, from the obvious definition."""
+    """Return the tasks before each task, from the obvious definition."""
     lists: list[list[int]] = [[] for _ in model.tasks]
     for before, after in conflicts(model):
         lists[after].append(before)

@@ -20,7 +20,7 @@ FORK = dataflow((), (0,), (1,), (0,), (3,), (2, 4), sizes=(256,) * 6)
 
 
 def heaviest_clique(live: Lifetimes) -> int:
-    """The most bytes of buffers that all conflict, by trying every set."""
+    """Return the most bytes of buffers that all conflict, by trying every set."""
     count = len(live.buffers)
     conflicts = live.conflicts
     best = 0

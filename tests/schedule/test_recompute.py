@@ -16,18 +16,18 @@ KEPT = (BufferKind.OUTPUT, BufferKind.STATE)
 
 
 def peak_nbytes(made: Graph) -> int:
-    """The most bytes of the arena that are kept at a time in the captured order."""
+    """Return the most bytes of the arena that are kept at a time in the captured order."""
     return int(_Analysis(made, {}).live.max(initial=0))
 
 
 def tagged(made: Graph) -> Graph:
-    """A graph each of whose tasks can be told from the others, and its clones cannot; nothing is aligned."""
+    """Return a graph whose tasks differ from one another, though not from their clones; nothing is aligned."""
     tasks = tuple(replace(task, duration_ns=1 + n) for n, task in enumerate(made.tasks))
     return replace(made, tasks=tasks, buffers=tuple(replace(buffer, alignment=1) for buffer in made.buffers))
 
 
 def run(made: Graph, order: Iterable[int]) -> tuple[dict[int, set[Hashable]], list[list[Hashable]]]:
-    """What the runs of each task write, and what outputs and states hold in the end; a value says how it was made."""
+    """Return what each task writes, and what outputs and states hold in the end; a value says how it was made."""
     memory: list[list[Hashable]] = [[(n, at) for at in range(b.nbytes)] for n, b in enumerate(made.buffers)]
     written: defaultdict[int, set[Hashable]] = defaultdict(set)
     for index in order:
@@ -42,7 +42,7 @@ def run(made: Graph, order: Iterable[int]) -> tuple[dict[int, set[Hashable]], li
 
 
 def random_step(seed: int) -> Graph:
-    """A graph of which much is read late; what it reads of the arena has been written, or is an input."""
+    """Return a graph of which much is read late; what it reads of the arena has been written, or is an input."""
     rng = np.random.default_rng(seed)
     rest = [BufferKind.CONSTANT, BufferKind.INPUT, *KEPT, BufferKind.WORKSPACE]
     buffers = [Buffer(kind=kind, nbytes=4) for kind in rest] + temporaries(4)
@@ -101,7 +101,7 @@ def test_many_of_these_keep_less() -> None:
 
 
 def chain(length: int, *, sizes: int = 100) -> Graph:
-    """A step of training: each layer reads the one before, and its gradient reads what the layer gave."""
+    """Return a step of training: each layer reads the one before, and its gradient reads what the layer gave."""
     forward = [kernel(((access(n - 1, 0, sizes),) if n else ()), (access(n, 0, sizes),), op=n) for n in range(length)]
     backward = []
     for n in reversed(range(length)):
@@ -130,7 +130,7 @@ def test_a_limit_that_suffices_changes_nothing() -> None:
 
 
 def kept_for_long(first: Task, *between: Task) -> Graph:
-    """``first`` writes buffer 0 of 1,000 bytes, which the last task reads, after one with 1,000 bytes of its own."""
+    """Return a graph whose last task reads what ``first`` wrote, after a buffer of 1,000 bytes of its own."""
     tasks = (
         first,
         *between,

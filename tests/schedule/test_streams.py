@@ -31,14 +31,14 @@ DIAMOND = Dag(predecessors=((), (0,), (0,), (1, 2)))
 
 @st.composite
 def dags(draw: st.DrawFn, max_tasks: int = 12) -> Dag:
-    """Random graphs with every density of edges."""
+    """Draw random graphs with every density of edges."""
     count = draw(st.integers(0, max_tasks))
     edges = draw(st.sets(st.sampled_from([*combinations(range(count), 2)]))) if count > 1 else set()
     return Dag(predecessors=tuple(tuple(a for a in range(b) if (a, b) in edges) for b in range(count)))
 
 
 def largest_matching(edges: list[tuple[int, int]]) -> int:
-    """The size of a maximum matching, by trying every choice."""
+    """Return the size of a maximum matching, by trying every choice."""
     if not edges:
         return 0
     (before, after), *rest = edges
@@ -47,7 +47,7 @@ def largest_matching(edges: list[tuple[int, int]]) -> int:
 
 
 def width(dag: Dag) -> int:
-    """The size of the largest antichain, by trying every set."""
+    """Return the size of the largest antichain, by trying every set."""
     before = ancestors(dag)
     best = 0
     for tasks in range(1 << dag.task_count):

@@ -89,10 +89,12 @@ def test_concurrent_requests_run_as_batches(shop: Shop) -> None:
     assert facts["right"] == facts["sent"] > 0
     assert {"p50_ms", "p99_ms", "throughput"} <= facts.keys()
     deadline = time.monotonic() + 60
-    while True:  # each replica tells of itself now and then
+    # Each replica reports its metrics from time to time.
+    while True:
         text = answered("http://127.0.0.1:8001")[1]
         rows, batches, timed = (metric(text, name) for name in ("rows_total", "batches_total", "batch_seconds_count"))
-        if rows > facts["sent"] and 0 < batches == timed:  # requests have one to three rows
+        # Requests have one to three rows.
+        if rows > facts["sent"] and 0 < batches == timed:
             break
         assert time.monotonic() < deadline, (rows, batches, timed)
         time.sleep(0.5)
@@ -100,7 +102,7 @@ def test_concurrent_requests_run_as_batches(shop: Shop) -> None:
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric over the replicas."""
+    """Return the sum of a metric over the replicas."""
     return sum(map(float, re.findall(rf"^ray_nimblert_{name}{{.*}} (\S+)$", text, re.MULTILINE)))
 
 

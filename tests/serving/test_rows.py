@@ -84,7 +84,7 @@ def test_a_plan_with_state_is_refused(plan: Plan, name: str, is_refused: bool) -
 
 
 async def together(rows: Rows, images: list[np.ndarray]) -> list[list[int]]:
-    """The digits in these images, each array a call, at the same time."""
+    """Return the digits in these images, each array a call, at the same time."""
     batches = Batches(rows, 0.05)
     found = await asyncio.gather(*(batches.run({"image": image}) for image in images))
     return [outputs["digit"].tolist() for outputs in found]
@@ -119,7 +119,7 @@ def test_batch_failure_reaches_each_call(rows: Rows, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def lookup() -> Iterator[Rows]:
-    """Rows of a plan that sums two rows of a table of 100, whose indices callers give."""
+    """Yield rows of a plan that sums two rows of a table of 100, whose indices callers give."""
     text = """<ir_version: 8, opset_import: ["" : 17]>
     g (int64[batch, 2] ids) => (float[batch, 1] y)
     <float[1] start = {0}, int64[2] shape = {100, 1}, int64[1] axis = {1}>

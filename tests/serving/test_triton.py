@@ -39,7 +39,7 @@ ARGUMENTS = {
 
 @pytest.fixture
 def made(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The model as Triton makes it: the folder of its version is where it finds modules."""
+    """Yield the model as Triton makes it: the folder of its version is where it finds modules."""
     folder = repository / "digits" / "1"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", stand_in)

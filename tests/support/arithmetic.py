@@ -12,7 +12,7 @@ from nimblec.pytorch.model import set_arithmetic
 
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """`set_arithmetic` for the block; restores the previous precision."""
+    """Apply `set_arithmetic` in the block; restore the previous precision."""
     libraries: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
     before = [library.allow_tf32 for library in libraries]
     set_arithmetic(precision)

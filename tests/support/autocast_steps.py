@@ -26,7 +26,7 @@ loss = nn.functional.cross_entropy
 
 
 def network() -> nn.Module:
-    """Layers that autocast computes in half precision, in float32, and in either."""
+    """Chain layers that autocast computes in half precision, in float32, and in either."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def without_norms() -> nn.Module:
-    """Without norms: where dtypes are mixed, torch's fake tensors have another dtype than their results on the CPU."""
+    """Chain layers without norms: on mixed dtypes, torch's fake tensors have another dtype than CPU results."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.GELU()),
@@ -45,23 +45,23 @@ def without_norms() -> nn.Module:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Images and labels."""
+    """Draw images and labels."""
     drawn = torch.Generator().manual_seed(seed)
     return torch.randn(8, 3, 16, 16, generator=drawn), torch.randint(0, 10, (8,), generator=drawn)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with a plan's kernels, which skip a step by themselves."""
+    """Return SGD with a plan's kernels, which skip a step by themselves."""
     return torch.optim.SGD(model.parameters(), 1 / 16, momentum=0.9, fused=True)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam whose kernels take every step; those of a GPU are a plan's."""
+    """Return Adam whose kernels take every step; those of a GPU are a plan's."""
     return torch.optim.Adam(model.parameters(), 1 / 128, eps=1e-3, capturable=next(model.parameters()).is_cuda)
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam whose kernels skip a step by themselves."""
+    """Return Adam whose kernels skip a step by themselves."""
     return torch.optim.Adam(model.parameters(), 1 / 128, eps=1e-3, fused=True)
 
 
@@ -74,12 +74,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def options(name: str) -> dict[str, Any]:
-    """Further options of an optimizer's step."""
+    """Return further options of an optimizer's step."""
     return {"clip_norm": 0.5, "accumulate": 2} if name == "clipped" else {}
 
 
 def step(name: str, make: Callable[[], nn.Module] = network) -> Entries:
-    """The entries of NAME."""
+    """Return the entries of NAME."""
     optimizer, _, kind = name.partition("_")
     model = make()
     return nimblec.training_step(
@@ -94,7 +94,7 @@ def _compiled(name: str) -> Entries:
 
 
 def __getattr__(name: str) -> Callable[[], Entries]:
-    """NAME as a callable without arguments."""
+    """Return NAME as a callable without arguments."""
     if name.rpartition("_")[2] not in TYPES:
         raise AttributeError(name)
     return partial(_compiled, name)
@@ -113,7 +113,7 @@ class Eager:
         self._clip, self._accumulate = (options(optimizer).get(key) for key in ("clip_norm", "accumulate"))
 
     def __call__(self, seed: int) -> np.ndarray:
-        """The loss of a batch, before the step."""
+        """Return the loss of a batch, before the step."""
         x, y = (tensor.to(self._device) for tensor in batch(seed))
         with torch.autocast(self._device, self._type):
             value = loss(self.model(x), y)
@@ -130,7 +130,7 @@ class Eager:
         return value.detach().float().cpu().numpy()
 
     def evaluate(self, seed: int) -> Tensor:
-        """The model's prediction."""
+        """Return the model's prediction."""
         self.model.eval()
         with torch.no_grad(), torch.autocast(self._device, self._type):
             found: Tensor = self.model(batch(seed)[0].to(self._device))
@@ -142,7 +142,7 @@ class Eager:
         self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": tracker})
 
     def state(self) -> dict[str, np.ndarray]:
-        """Parameters, statistics, and the scaler, by the plan's names."""
+        """Return parameters, statistics, and the scaler, by the plan's names."""
         found = {f"model.{key}": tensor.cpu().numpy() for key, tensor in self.model.state_dict().items()}
         if self.scaler.is_enabled():
             kept = self.scaler.state_dict()
@@ -153,7 +153,7 @@ class Eager:
 def run_events(
     eager: Eager, run: Callable[[int], np.ndarray], assign: Callable[[str, np.ndarray], object]
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The losses of both, (seed, eager's, that of ``run``), in usual steps, overflows, and growth of the scale.
+    """Yield (seed, eager's loss, that of ``run``) in usual steps, overflows, and growth of the scale.
 
     ``assign`` sets a tensor in the state of ``run``.
     """

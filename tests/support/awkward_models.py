@@ -27,7 +27,7 @@ class _Of(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         return self.function(self, *args, **kwargs)
 
 
@@ -49,7 +49,7 @@ class _Buffers(nn.Module):
         self.head.weight = self.weights[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) to the same."""
+        """Map (n, 6) to the same."""
         for weight in self.weights:
             x = torch.where(self.mask, x @ weight, x[:, self.order])
         return self.head(x + self.shifts["a"]) * self.scale
@@ -70,7 +70,7 @@ class _Transformer(nn.Module):
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, activation="gelu")
 
     def forward(self, x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """(2, 7, 16) and bools (2, 7), True where there is no token."""
+        """Map (2, 7, 16) and bools (2, 7), True where there is no token, to two tensors."""
         causal = torch.triu(torch.ones(7, 7, dtype=torch.bool, device=x.device), 1)
         y, weights = self.attention(x, x, x, key_padding_mask=padding, attn_mask=causal, average_attn_weights=False)
         return self.layer(y, src_key_padding_mask=padding), weights
@@ -105,7 +105,7 @@ class _RecurrentFrom(nn.Module):
 
 
 def _last_steps(module: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    """The output at the last step of each sequence."""
+    """Return the output at the last step of each sequence."""
     y, _ = module.lstm(x)
     return y.gather(1, (lengths % x.shape[1])[:, None, None].expand(-1, 1, y.shape[2])).squeeze(1)
 
@@ -344,7 +344,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 
 
 def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A module in inference, and the arguments of a call."""
+    """Build a module in inference, and the arguments of a call."""
     torch.manual_seed(0)
     module, args = MODELS[name]()
     kwargs = {"x": torch.randn(2, 3), "gain": torch.randn(3), "flip": True} if name == "keywords" else {}
@@ -352,7 +352,7 @@ def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def __getattr__(name: str) -> Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """The builder of a model, as the capture process imports it."""
+    """Return the builder of a model, as the capture process imports it."""
     if name not in MODELS:
         raise AttributeError(name)
     return partial(build, name)

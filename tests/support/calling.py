@@ -14,5 +14,5 @@ class Calling(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         return self.function(x)

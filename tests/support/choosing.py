@@ -12,17 +12,17 @@ from nimblec.kernels.selector import Family, Selector
 
 
 class Pool:
-    """Copies of weights: zeros."""
+    """A pool whose copies of weights are zeros."""
 
     def take(self, like: Tensor) -> Tensor:
-        """A copy."""
+        """Return a copy."""
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
 
 
 def selector(
     family: Family[Any, Any], clock: Callable[[int], float], **how: Any
 ) -> tuple[Selector[Any, Any], list[Job]]:
-    """A selector whose n-th measurement takes ``clock(n)``, and the jobs that it has compiled."""
+    """Return a selector whose n-th measurement takes ``clock(n)``, and the jobs that it has compiled."""
     jobs: list[Job] = []
     timed: list[int] = []
 

@@ -36,7 +36,7 @@ ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "odd": (3, 
 
 
 def strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a dense tensor whose innermost axis is ``order[-1]``."""
+    """Return the strides, in elements, of a dense tensor whose innermost axis is ``order[-1]``."""
     found, step = [0] * len(shape), 1
     for axis in reversed(order):
         found[axis] = step
@@ -45,13 +45,13 @@ def strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def laid_out(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """The same array in another memory layout."""
+    """Return the same array in another memory layout."""
     inverse = np.argsort(order)
     return np.ascontiguousarray(array.transpose(order)).transpose(inverse)
 
 
 def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") -> Plan:
-    """A plan that copies its input to its output through the arena, both laid out in ``order``."""
+    """Return a plan that copies its input to its output through the arena, both laid out in ``order``."""
     nbytes = prod(shape) * ITEM_NBYTES[dtype]
     places = [Pointer(region=region) for region in (Region.INPUT, Region.ARENA, Region.OUTPUT)]
 
@@ -72,7 +72,7 @@ def copying(shape: Sequence[int], order: Sequence[int], dtype: str = "float32") 
 
 
 def copying_each(shapes: Sequence[Sequence[int]]) -> Plan:
-    """A plan that copies each of its inputs to an output."""
+    """Return a plan that copies each of its inputs to an output."""
     plans = [copying(shape, range(len(shape))) for shape in shapes]
     inputs, outputs, commands = [], [], []
     for index, plan in enumerate(plans):
@@ -95,7 +95,7 @@ def copying_each(shapes: Sequence[Sequence[int]]) -> Plan:
 
 
 def by_kernel(plan: Plan) -> Plan:
-    """A plan of `copying` whose last copy, to the output, is made by a kernel of layout.cu."""
+    """Return a plan of `copying` whose last copy, to the output, is made by a kernel of layout.cu."""
     (program,) = plan.programs
     *before, last = program.commands
     assert isinstance(last, Memcpy)

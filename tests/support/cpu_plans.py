@@ -56,12 +56,12 @@ def _value(name: str, element_type: int, shape: Sequence[Any] | None) -> ValueIn
 
 
 def floats(name: str, *shape: int | str) -> Value:
-    """A float32 input or output."""
+    """Return a float32 input or output."""
     return name, TensorProto.FLOAT, shape
 
 
 def plan_file(path: Path, specs: Sequence[InputSpec] = (), *, streams: int | None = 1, joins: bool = True) -> Plan:
-    """The plan of an ONNX file, on one stream, or on as many as it can use (None); ``joins``: nodes form stretches."""
+    """Compile an ONNX file for one stream, or as many as it can use (None); if it ``joins``, nodes form stretches."""
     join = Joiner().join if joins else lambda graph, schedule: (graph, schedule)
     graph = schedule_bodies(capture(path, specs), join)
     graph, schedule = join(graph, (serial if streams == 1 else maximal)(dependencies(graph)))
@@ -76,7 +76,7 @@ def backend_of(plan: Plan, *, poison: bool = False) -> CpuBackend:
 
 
 def run_plan(plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Outputs of a run in poisoned memory."""
+    """Return the outputs of a run in poisoned memory."""
     with closing(backend_of(plan, poison=True)) as backend:
         for tensor, view in zip(plan.programs[0].inputs, backend.inputs, strict=True):
             np.copyto(view, inputs[tensor.name])
@@ -85,7 +85,7 @@ def run_plan(plan: Plan, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def run_onnxruntime(path: Path, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Outputs of a plain session of the whole model."""
+    """Return the outputs of a plain session of the whole model."""
     session = onnxruntime.InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     return [np.asarray(output) for output in session.run(None, dict(inputs))]
 
@@ -100,7 +100,7 @@ def assert_same(path: Path, inputs: Mapping[str, np.ndarray], *, plan: Plan | No
 
 
 def bent_sum(folder: Path, *, joins: bool = True) -> Path:
-    """A file with the plan of tanh(x) + tanh(x) for four numbers x; its ops are called "bend" and "sum"."""
+    """Write the plan of tanh(x) + tanh(x) for four numbers x to a file; its ops are called "bend" and "sum"."""
     node = helper.make_node
     nodes = [node("Tanh", ["x"], ["a"], name="bend"), node("Add", ["a", "a"], ["y"], name="sum")]
     model = write_model(folder / "m.onnx", nodes, [floats("x", 4)], [floats("y", 4)])

@@ -15,7 +15,7 @@ _LONGEST_NS = 50_000
 
 
 def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
-    """The plan with delays of up to 50 us before about half of its commands, on their streams.
+    """Return the plan with delays of up to 50 us before about half of its commands, on their streams.
 
     These include records and waits, so that events are late. The logarithms of the lengths are uniform.
     """
@@ -30,7 +30,7 @@ def with_delays(plan: Plan, seed: int, cubin: bytes) -> Plan:
 
 
 def with_delays_before(plan: Plan, lengths: Mapping[int, int], cubin: bytes) -> Plan:
-    """The plan with a delay of ``lengths[position]`` ns before each of these commands, on the command's stream."""
+    """Return the plan with a delay of ``lengths[position]`` ns before each of these commands, on its stream."""
     program = plan.programs[0]
     kernel = Kernel(module=len(plan.modules), symbol="delay", parameters=(Parameter(offset=0, nbytes=8),))
     delayed = replace(

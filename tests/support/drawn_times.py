@@ -58,7 +58,7 @@ def _most_kernels(
 
 
 def _drawn(_: object, launcher: Any, *arguments: object, **options: object) -> float:
-    """Milliseconds of a kernel of torch's."""
+    """Draw the milliseconds of a kernel of torch's."""
     del arguments, options
     return 1.0 + zlib.crc32(str(launcher.config).encode())
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """A weight: variances and factors around 1, biases around 0, and matrices that preserve the variance."""
+    """Draw a weight: variances and factors around 1, biases around 0, and matrices that preserve the variance."""
     if name.endswith("running_var"):
         return 0.5 + torch.rand(shape, generator=generator)
     numbers = torch.randn(shape, generator=generator)
@@ -19,7 +19,7 @@ def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 
 def randomised(module: nn.Module, seed: int) -> nn.Module:
-    """The module with random parameters and statistics."""
+    """Give the module random parameters and statistics."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -29,7 +29,7 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
 
 
 def family(name: str, seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A network of `families` with weights of this seed, and its inputs."""
+    """Build a network of `families` with weights of this seed, and its inputs."""
     module, args = import_module(f"families.{name}").small()
     return randomised(module, seed), args
 

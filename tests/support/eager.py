@@ -29,7 +29,7 @@ class Eager:
         self._module = module.to(device)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Every tensor that the module returns, as an array in C order."""
+        """Return every tensor that the module returns, as an array in C order."""
         with torch.no_grad():
             for tensor, array in zip(self._tensors, arrays, strict=True):
                 tensor.copy_(as_tensor(array))
@@ -37,21 +37,21 @@ class Eager:
 
 
 def build(model: str, device: str = "cuda") -> Eager:
-    """The model named "module:callable" with the weights that the compiler gives it."""
+    """Build the model named "module:callable" with the weights that the compiler gives it."""
     name, _, builder = model.partition(":")
     torch.manual_seed(0)
     return Eager(*getattr(importlib.import_module(name), builder)(), device=device)
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory."""
+    """Return a tensor over the array's memory."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor, in C order."""
+    """Return the values of a tensor, in C order."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

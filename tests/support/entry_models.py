@@ -15,7 +15,7 @@ class Head(torch.nn.Module):
         self.narrow = torch.nn.Linear(64, 4)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of (n, 16) rows, (n, 4)."""
+        """Map (n, 16) rows to logits (n, 4)."""
         return self.narrow(torch.relu(self.wide(rows)))
 
 
@@ -27,7 +27,7 @@ class Probabilities(torch.nn.Module):
         self.head = head
 
     def forward(self, row: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Of a (1, 16) row, (1, 4)."""
+        """Map a (1, 16) row to (1, 4)."""
         return torch.softmax(self.head(row) / temperature, -1)
 
 
@@ -41,7 +41,7 @@ class Counter(torch.nn.Module):
         self.register_buffer("total", torch.zeros(4))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum with these 4 values."""
+        """Add these 4 values to the sum, and return it."""
         self.total += values
         return self.total * 1
 
@@ -54,12 +54,12 @@ class Total(torch.nn.Module):
         self.counter = counter
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        """The sum, scaled."""
+        """Return the sum, scaled."""
         return self.counter.total * scale
 
 
 def head() -> dict[str, Any]:
-    """Rows, and one row with its probabilities."""
+    """Return entries for rows, and for one row with its probabilities."""
     shared = Head().eval()
     rows = torch.linspace(-1, 1, 48).reshape(3, 16)
     return {
@@ -69,21 +69,21 @@ def head() -> dict[str, Any]:
 
 
 def counting() -> dict[str, Any]:
-    """State that one entry writes and another reads."""
+    """Return entries that share state: one writes it, another reads it."""
     counter = Counter().eval()
     return {"add": (counter, torch.ones(4)), "total": (Total(counter).eval(), torch.tensor(1.0))}
 
 
 def none() -> dict[str, Any]:
-    """No entries."""
+    """Return no entries."""
     return {}
 
 
 def unnamed() -> dict[Any, Any]:
-    """An entry whose name is no string."""
+    """Return an entry whose name is no string."""
     return {1: (Head(), torch.zeros(1, 16))}
 
 
 def without_inputs() -> dict[str, Any]:
-    """An entry that is a module alone."""
+    """Return an entry that is a module alone."""
     return {"rows": Head()}

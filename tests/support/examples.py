@@ -4,7 +4,7 @@ from hypothesis import settings
 
 
 def examples(count: int) -> settings:
-    """Settings of a test with ``count`` examples where others have 50; the profiles are in tests/conftest.py."""
+    """Set ``count`` examples for a test where others have 50; the profiles are in tests/conftest.py."""
     chosen = settings.default
     assert chosen is not None
     return settings(max_examples=count * chosen.max_examples // 50)

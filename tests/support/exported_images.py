@@ -17,7 +17,7 @@ class ConvNext(nn.Module):
         self.gamma = nn.Parameter(torch.rand(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 16, H, W)."""
+        """Map (N, 16, H, W) to the same."""
         y = self.mlp(self.norm(self.depth(x).permute(0, 2, 3, 1))) * self.gamma
         return x + y.permute(0, 3, 1, 2)
 
@@ -35,7 +35,7 @@ class SqueezeExcite(nn.Module):
         self.project = nn.Sequential(nn.Conv2d(32, 12, 1, bias=False), nn.BatchNorm2d(12))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 8, H, W) to (N, 12, H / 2, W / 2)."""
+        """Map (N, 8, H, W) to (N, 12, H / 2, W / 2)."""
         x = self.depth(self.expand(x))
         return self.project(x * self.gate(x))
 
@@ -48,7 +48,7 @@ class ShuffleNet(nn.Module):
         self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 16, H, W)."""
+        """Map (N, 16, H, W) to the same."""
         left, right = x.chunk(2, 1)
         x = torch.cat([left, self.branch(right)], 1)
         n, c, h, w = x.shape
@@ -66,7 +66,7 @@ class DenseNet(nn.Module):
         self.transition = nn.Sequential(nn.BatchNorm2d(20), nn.ReLU(), nn.Conv2d(20, 10, 1), nn.AvgPool2d(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 8, H, W) to (N, 10, H / 2, W / 2)."""
+        """Map (N, 8, H, W) to (N, 10, H / 2, W / 2)."""
         for layer in self.layers:
             x = torch.cat([x, layer(x)], 1)
         return self.transition(x)
@@ -81,7 +81,7 @@ class DeepLab(nn.Module):
         self.pool, self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 6, 1)), nn.Conv2d(24, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 8, H, W) to (N, 3, 4 H, 4 W)."""
+        """Map (N, 8, H, W) to (N, 3, 4 H, 4 W)."""
         parts = [branch(x) for branch in self.branches]
         parts.append(F.interpolate(self.pool(x), size=x.shape[2:], mode="bilinear", align_corners=False))
         y = self.head(torch.cat(parts, 1))
@@ -101,7 +101,7 @@ class Yolo(nn.Module):
         self.register_buffer("anchors", torch.rand(1, 3, 1, 1, 2) * 10)
 
     def forward(self, image: Tensor) -> Tensor:
-        """(N, 3, 32, 32) to (N, 3 * 16 * 16, 7)."""
+        """Map (N, 3, 32, 32) to (N, 3 * 16 * 16, 7)."""
         a = F.silu(self.stem(image))
         b = F.silu(self.down(a))
         pooled = [b, self.pool(b), self.pool(self.pool(b)), self.pool(self.pool(self.pool(b)))]
@@ -117,12 +117,12 @@ class Yolo(nn.Module):
 
 
 def super_resolution() -> nn.Module:
-    """Convolutions and a pixel shuffle (Shi et al. 2016)."""
+    """Chain convolutions and a pixel shuffle (Shi et al. 2016)."""
     return nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 9, 3, padding=1), nn.PixelShuffle(3))
 
 
 def style_transfer() -> nn.Module:
-    """Reflection padding, instance norms, upsampling and transposed convolution (Johnson et al. 2016)."""
+    """Chain reflection padding, instance norms, upsampling and transposed convolution (Johnson et al. 2016)."""
     return nn.Sequential(
         nn.ReflectionPad2d(4),
         nn.Conv2d(3, 8, 9),
@@ -157,7 +157,7 @@ class GoogLeNet(nn.Module):
         return nn.ModuleList([one, three, five, pool])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, h, w) to (N, 5)."""
+        """Map (N, 3, h, w) to (N, 5)."""
         x = self.stem(x)
         branches: Any
         for branches in self.modules_of_branches:
@@ -179,6 +179,6 @@ class RegNet(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 8, h, w) to (N, 16, h / 2, w / 2)."""
+        """Map (N, 8, h, w) to (N, 16, h / 2, w / 2)."""
         y = self.grouped(self.before(x))
         return F.relu(self.after(y * self.squeeze(y)) + self.shortcut(x))

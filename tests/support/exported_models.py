@@ -36,7 +36,7 @@ class Tagger(nn.Module):
         self.tags = nn.Linear(20, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(N, tokens) ids to (N, tokens, 5)."""
+        """Map (N, tokens) ids to (N, tokens, 5)."""
         return self.tags(self.layer(self.words(ids))[0])
 
 
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.heads, self.causal = heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width)."""
+        """Map (N, tokens, width) to the same."""
         n, tokens, width = x.shape
         q, k, v = self.qkv(x).reshape(n, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width)."""
+        """Map (N, tokens, width) to the same."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -82,7 +82,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, image: Tensor) -> Tensor:
-        """(N, 3, 32, 32) to (N, 10)."""
+        """Map (N, 3, 32, 32) to (N, 10)."""
         x = self.patches(image).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
         return self.head(self.blocks(x)[:, 0])
@@ -97,7 +97,7 @@ class Gpt(nn.Module):
         self.blocks, self.norm = nn.Sequential(Block(32, 4, causal=True), Block(32, 4, causal=True)), nn.LayerNorm(32)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(N, tokens) ids to (N, tokens, 60)."""
+        """Map (N, tokens) ids to (N, tokens, 60)."""
         x = self.words(ids) + self.positions(torch.arange(ids.shape[1]))
         return self.norm(self.blocks(x)) @ self.words.weight.t()
 
@@ -126,7 +126,7 @@ class Llama(nn.Module):
         return x * self.cos + torch.cat([-second, first], -1) * self.sin
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 9, 32)."""
+        """Map (N, 9, 32) to the same."""
         n, tokens, _ = x.shape
         y = self._norm(x, self.scale1)
         q = self._rotate(self.q(y).view(n, tokens, 4, 8).transpose(1, 2))
@@ -148,7 +148,7 @@ class Swin(nn.Module):
         self.attention, self.merge = Attention(16, 2), nn.Linear(64, 32, False)
 
     def forward(self, image: Tensor) -> Tensor:
-        """(N, 3, 32, 32) to (N, 4, 4, 32)."""
+        """Map (N, 3, 32, 32) to (N, 4, 4, 32)."""
         x = self.patches(image).permute(0, 2, 3, 1)
         n, h, w, c = x.shape
         y = torch.roll(self.norm(x), (-2, -2), (1, 2)).view(n, h // 4, 4, w // 4, 4, c)
@@ -168,7 +168,7 @@ class T5Encoder(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16, False) for _ in range(4))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(N, tokens) ids to (N, tokens, 16)."""
+        """Map (N, tokens) ids to (N, tokens, 16)."""
         x = self.words(ids)
         n, tokens, width = x.shape
         place = torch.arange(tokens)
@@ -193,7 +193,7 @@ class WhisperEncoder(nn.Module):
         self.block = Block(32, 4)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """(N, 8, 20) to (N, 10, 32)."""
+        """Map (N, 8, 20) to (N, 10, 32)."""
         x = F.gelu(self.second(F.gelu(self.first(mel)))).permute(0, 2, 1)
         return self.block(x + self.positions)
 
@@ -208,7 +208,7 @@ class DiffusionBlock(nn.Module):
         self.time, self.attention = nn.Linear(32, 16), Attention(16, 2)
 
     def forward(self, x: Tensor, step: Tensor) -> Tensor:
-        """(N, 16, H, W) and (N,)."""
+        """Map images (N, 16, H, W) and time steps (N,) to (N, 16, H, W)."""
         frequency = torch.exp(torch.arange(16) * (-9.2 / 16))
         angle = step[:, None].float() * frequency[None]
         embedding = torch.cat([angle.sin(), angle.cos()], -1)
@@ -228,7 +228,7 @@ class Recommender(nn.Module):
         self.bottom, self.top = nn.Sequential(nn.Linear(5, 8), nn.ReLU()), nn.Sequential(nn.Linear(14, 1), nn.Sigmoid())
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
-        """(N, 5) numbers and (N, 3) ids to (N, 1)."""
+        """Map (N, 5) numbers and (N, 3) ids to (N, 1)."""
         x = self.bottom(dense)
         vectors = torch.stack([x, *(table(categories[:, i]) for i, table in enumerate(self.tables))], 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
@@ -248,7 +248,7 @@ class DistilBert(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """(N, tokens) ids and mask (1: a token) to (N, tokens, 24)."""
+        """Map (N, tokens) ids and mask (1: a token) to (N, tokens, 24)."""
         n, tokens = ids.shape
         x = self.norm(self.words(ids) + self.positions(torch.arange(tokens, device=ids.device)))
         q, k, v = (part(x).view(n, tokens, 3, 8).transpose(1, 2) for part in (self.queries, self.keys, self.values))
@@ -260,7 +260,7 @@ class DistilBert(nn.Module):
 
 
 def tabular() -> nn.Module:
-    """A perceptron with batch norm, dropout and softmax."""
+    """Build a perceptron with batch norm, dropout and softmax."""
     return nn.Sequential(
         nn.BatchNorm1d(7), nn.Linear(7, 16), nn.ELU(), nn.Dropout(), nn.Linear(16, 4), nn.PReLU(), nn.Softmax(-1)
     )
@@ -317,7 +317,7 @@ def export(family: str, opset: int | None, path: Path) -> dict[str, np.ndarray]:
 
 
 def optimized(path: Path, level: str) -> Path:
-    """The file that ONNX Runtime's optimiser writes for a file at a level (BASIC, EXTENDED or ALL)."""
+    """Write the file that ONNX Runtime's optimiser makes of a file at a level (BASIC, EXTENDED or ALL)."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # a warning that the file suits this machine only
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")

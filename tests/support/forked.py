@@ -95,7 +95,7 @@ serve(sys.argv[1], sys.stdin, sys.stdout)
 def run(
     code: str, *args: object, environment: Mapping[str, str], folder: Path = ROOT, modules: str = KERNELS
 ) -> "subprocess.CompletedProcess[str]":
-    """What ``python -c code`` does in ``folder`` where ``modules`` are imported; what they print is of its errors."""
+    """Run ``python -c code`` in ``folder`` where ``modules`` are imported; what they print goes to its errors."""
     with tempfile.TemporaryDirectory() as out:
         arguments = [str(arg) for arg in args]
         status = _status(json.dumps([modules, code, arguments, dict(environment), str(folder), out]))
@@ -104,21 +104,21 @@ def run(
 
 
 def python(code: str, *args: object) -> str:
-    """The output of ``code``, run in the root of the repository where the compiler is imported."""
+    """Run ``code`` in the root of the repository, where the compiler is imported, and return its output."""
     done = run(code, *args, environment=environment(), modules=COMPILER)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
     return done.stdout
 
 
 def environment() -> dict[str, str]:
-    """Of this process, with the source tree and what the tests import on the path, and one thread for computations."""
+    """Return this environment with the source tree and the tests' imports on the path, and one thread to compute."""
     paths = [str(ROOT), str(ROOT / "runtime"), *(path for path in sys.path if path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 @cache
 def _server() -> "tuple[subprocess.Popen[str], IO[str]]":
-    """It has imported `KERNELS`, and its own forks what else is asked for."""
+    """Start a server that has imported `KERNELS`, and forks its own processes for other modules."""
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER, KERNELS], env=environment(), text=True, start_new_session=True,
@@ -130,7 +130,7 @@ def _server() -> "tuple[subprocess.Popen[str], IO[str]]":
 
 
 def _status(request: str) -> int:
-    """That of a forked process; it is ended where the test runs out of time."""
+    """Return the status of a forked process; end it where the test runs out of time."""
     server, errors = _server()
     assert server.stdin is not None
     assert server.stdout is not None

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 
 def missing_gpu_capability() -> str | None:
-    """The reason why this machine cannot run GPU tests; None if it can.
+    """Explain why this machine cannot run GPU tests; return None if it can.
 
     Only failures that are known to mean "no GPU" count: any other is a failure of the tests.
     """

@@ -43,11 +43,11 @@ class GpuCompiler:
             self._job(model, streams, level)
 
     def plan(self, model: str | Path, streams: str = "auto", level: int = 0) -> Plan:
-        """The plan of a model; raises what its compilation raised."""
+        """Return the plan of a model; raises what its compilation raised."""
         return self._job(model, streams, level).plan.result()
 
     def path(self, model: str | Path, streams: str = "auto", level: int = 0) -> Path:
-        """The file of a model's plan, in a folder of its own, after the compilation has ended."""
+        """Return the file of a model's plan, in a folder of its own, after the compilation has ended."""
         job = self._job(model, streams, level)
         job.plan.exception()
         return job.output
@@ -75,7 +75,7 @@ def _compile(model: str, streams: str, level: int, output: Path) -> Plan:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests wait for plans, and a compilation takes minutes where many share the processors."""
+    """Give tests time for plans: a compilation takes minutes where many share the processors."""
     for item in items:
         if "gpu_compiler" in getattr(item, "fixturenames", ()) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_WAIT_S))
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def gpu_context() -> Iterator[None]:
-    """The GPU's primary context, retained so that closing a plan does not destroy it while torch uses it."""
+    """Retain the GPU's primary context, so that closing a plan does not destroy it while torch uses it."""
     from nimblert.cuda import driver
 
     driver.initialise()
@@ -94,7 +94,7 @@ def gpu_context() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gpu_compiler(gpu_context: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuCompiler]:
-    """Compiles models for the GPU."""
+    """Yield a compiler of models for the GPU."""
     del gpu_context
     pool = ThreadPoolExecutor(compilations())
     yield GpuCompiler(tmp_path_factory.mktemp("gpu"), pool)

@@ -20,7 +20,7 @@ _HOST = 1
 
 @pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
 def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], Any]:
-    """A function that makes a tensor on the GPU, or on the CPU as a stand-in."""
+    """Return a function that makes a tensor on the GPU, or on the CPU as a stand-in."""
     if request.param == "gpu":
         return lambda array: torch.from_numpy(array.copy(order="K")).cuda()
     host = HostDriver(devices=2)
@@ -31,7 +31,7 @@ def put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def host(put: object) -> HostDriver:
-    """The driver of host memory."""
+    """Return the driver of host memory."""
     del put
     found = driver.bindings()
     assert isinstance(found, HostDriver)
@@ -40,13 +40,13 @@ def host(put: object) -> HostDriver:
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """The order in memory of the axes of `model`'s input and output."""
+    """Return the order in memory of the axes of `model`'s input and output."""
     return ORDERS[request.param]
 
 
 @pytest.fixture
 def model(put: object, order: tuple[int, ...]) -> Iterator[Executable]:
-    """A program that copies its input."""
+    """Yield a program that copies its input."""
     del put
     with nimblert.load(copying(SHAPE, order), poison=True) as executable:
         yield executable

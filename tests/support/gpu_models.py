@@ -27,7 +27,7 @@ class TransformerBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same."""
         batch, tokens, width = x.shape
         y = self.norm1(x)
         split = (batch, tokens, self.heads, width // self.heads)
@@ -38,7 +38,7 @@ class TransformerBlock(nn.Module):
 
 
 def transformer() -> Built:
-    """bfloat16, two heads of 64, 64 tokens."""
+    """Build a transformer in bfloat16 with two heads of 64, for 64 tokens."""
     return TransformerBlock(128, 2).eval().bfloat16(), (torch.randn(1, 64, 128).bfloat16(),)
 
 
@@ -50,12 +50,12 @@ class Perceptron(nn.Module):
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, 32) to (n, 8)."""
+        """Map (n, 32) to (n, 8)."""
         return self.down(torch.tanh(self.up(x)))
 
 
 def perceptron() -> Built:
-    """Four rows."""
+    """Build a perceptron, and four rows."""
     return Perceptron().eval(), (torch.randn(4, 32),)
 
 
@@ -69,13 +69,13 @@ class Tied(nn.Module):
         self.output.weight = self.embedding.weight
 
     def forward(self, ids: torch.Tensor) -> dict[str, Any]:
-        """(2, 8) int64 to outputs of several types, some of them nested."""
+        """Map (2, 8) int64 to outputs of several types, some of them nested."""
         logits = self.output(self.embedding(ids))
         return {"logits": logits, "found": {"token": logits.argmax(-1), "positive": logits > 0}, "mean": logits.mean()}
 
 
 def tied() -> Built:
-    """Ids from 20 to 35."""
+    """Build a model with tied weights, and ids from 20 to 35."""
     return Tied().eval(), (torch.arange(20, 36).view(2, 8),)
 
 
@@ -94,7 +94,7 @@ class Stateful(nn.Module):
         self.register_buffer("variance", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, 4, h, w) to the same, and the number of calls so far."""
+        """Map (n, 4, h, w) to the same, and the number of calls so far."""
         self.calls.add_(1)
         self.mean.mul_(0.9).add_(x.mean((0, 2, 3)), alpha=0.1)
         self.variance.lerp_(x.var((0, 2, 3)), 0.1)
@@ -103,7 +103,7 @@ class Stateful(nn.Module):
 
 
 def stateful() -> Built:
-    """On two small images."""
+    """Build a model with state, and two small images."""
     return Stateful().eval(), (torch.randn(2, 4, 8, 8),)
 
 
@@ -112,12 +112,12 @@ class Secluded(Stateful):
 
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As its parent does with twice the images."""
+        """Call the parent with twice the images."""
         return super().forward(x.mul_(2))
 
 
 def secluded() -> Built:
-    """On two small images."""
+    """Build a model that disables torch.compile, and two small images."""
     return Secluded().eval(), (torch.randn(2, 4, 8, 8),)
 
 
@@ -129,14 +129,14 @@ class Aliases(nn.Module):
         self.scale = nn.Parameter(torch.randn(8))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(6, 8) to: the input, a view of it, one result twice, that transposed, a weight."""
+        """Map (6, 8) to the input, a view of it, one result twice, that transposed, and a weight."""
         x.mul_(2)
         y = torch.relu(x) * self.scale
         return x, x[1:, ::2], y, y, y.t(), self.scale
 
 
 def aliases() -> Built:
-    """One matrix."""
+    """Build a model whose outputs alias, and a matrix."""
     return Aliases().eval(), (torch.randn(6, 8),)
 
 
@@ -150,14 +150,14 @@ class Layouts(nn.Module):
     def forward(
         self, image: torch.Tensor, *, scale: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, 8, h, w) to (n, 16, h, w), channels last as well, and to (n, w, h, 16) in half precision."""
+        """Map (n, 8, h, w) to (n, 16, h, w), channels last as well, and to (n, w, h, 16) in half precision."""
         gain, shift = pair
         y = self.conv(image) * scale * gain + shift
         return y, y.half().transpose(1, 3)
 
 
 def layouts() -> Built:
-    """Two images of 12 by 10 pixels."""
+    """Build a model of several layouts, and two images of 12 by 10 pixels."""
     module: Any = Layouts().eval()  # torch's annotations lack memory_format
     module = module.to(memory_format=torch.channels_last)
     image = torch.randn(2, 8, 12, 10).to(memory_format=torch.channels_last)
@@ -166,7 +166,7 @@ def layouts() -> Built:
 
 
 def lstm() -> Built:
-    """Two layers in half precision, of 20 steps."""
+    """Build an LSTM of two layers in half precision, and 20 steps."""
     return nn.LSTM(512, 512, 2, batch_first=True).eval().half(), (torch.randn(1, 20, 512).half(),)
 
 
@@ -174,7 +174,7 @@ class PastTheDispatcher(nn.Module):
     """Triton kernels on both sides of an ATen call that has nothing to do with their results."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n,) to (n,)."""
+        """Map (n,) to (n,)."""
         from triton_block import add, gelu  # needs Triton
 
         y = gelu(x)
@@ -183,7 +183,7 @@ class PastTheDispatcher(nn.Module):
 
 
 def past_the_dispatcher() -> Built:
-    """A vector."""
+    """Build a model with Triton kernels that bypass the dispatcher, and a vector."""
     return PastTheDispatcher().eval(), (torch.randn(3000),)
 
 
@@ -199,7 +199,7 @@ class Refused(nn.Module):
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(3, 4) to the head's result."""
+        """Map (3, 4) to the head's result."""
         return self.head(self.body(x))
 
 
@@ -208,17 +208,17 @@ def _refused(head: nn.Module) -> Built:
 
 
 def item() -> Built:
-    """A number on the device that the host reads."""
+    """Build a model whose host reads a number of the device."""
     return _refused(Calling(lambda x: x * x.sum().item()))
 
 
 def nonzero() -> Built:
-    """The size of the result depends on the data."""
+    """Build a model whose result has a size that depends on the data."""
     return _refused(Calling(torch.nonzero))
 
 
 def mask() -> Built:
-    """The size of the result depends on the data here, too."""
+    """Build a model whose mask makes the size of its result depend on the data."""
     return _refused(Calling(lambda x: x[x > 0]))
 
 
@@ -231,7 +231,7 @@ class LazyTable(nn.Module):
         self.last: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(4, 8) to the same."""
+        """Map (4, 8) to the same."""
         if self.table is None:
             self.table = torch.linspace(0, 1, 8, device=x.device).cos()
         self.last = x * self.table
@@ -239,7 +239,7 @@ class LazyTable(nn.Module):
 
 
 def lazy_table() -> Built:
-    """Rows to scale."""
+    """Build a model that makes a table in its first run, and rows to scale."""
     return LazyTable().eval(), (torch.randn(4, 8),)
 
 
@@ -271,7 +271,7 @@ def assigning() -> Built:
 
 
 def breaking() -> Built:
-    """A model on which the optimiser fails, which the builder makes sure of."""
+    """Build a model on which the optimiser fails, which the builder makes sure of."""
     from nimblec.optimize.pipeline import Pipeline
 
     def optimized(*_: object) -> None:
@@ -293,19 +293,19 @@ class AsksForCapture(nn.Module):
         self.looks = looks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(4, 8) to the same."""
+        """Map (4, 8) to the same."""
         if not torch.cuda.is_current_stream_capturing() and (not self.looks or bool((x > 100).all())):
             return x * 3
         return x / 7 * 21
 
 
 def shortcut() -> Built:
-    """Eager takes the shortcut always."""
+    """Build a model whose shortcut eager takes always."""
     return AsksForCapture(looks=False).eval(), (torch.randn(4, 8),)
 
 
 def shortcut_by_value() -> Built:
-    """Eager takes the shortcut for large inputs."""
+    """Build a model whose shortcut eager takes for large inputs."""
     return AsksForCapture(looks=True).eval(), (torch.randn(4, 8),)
 
 
@@ -331,23 +331,23 @@ class _Concatenating(nn.Module):
 
 
 def concatenating() -> Built:
-    """Parts of channels that are written one by one, in half precision."""
+    """Build a model that writes parts of channels one by one, in half precision."""
     module: Any = _Concatenating().eval().half()  # as in `layouts`
     return module.to(memory_format=torch.channels_last), (torch.randn(1, 3, 24, 24).half(),)
 
 
 def host_constant() -> Built:
-    """A copy from host memory at each run."""
+    """Build a model that copies from host memory at each run."""
     return _refused(Calling(lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)))
 
 
 def to_host() -> Built:
-    """A copy to host memory in the middle."""
+    """Build a model that copies to host memory in the middle."""
     return _refused(Calling(lambda x: x.cpu() + 1))
 
 
 def dropout() -> Built:
-    """Random numbers, in training mode."""
+    """Build a model that draws random numbers, in training mode."""
     return _refused(nn.Dropout(0.5).train())
 
 
@@ -357,7 +357,7 @@ class _Raising(nn.Module):
 
 
 def raising() -> Built:
-    """A model with a mistake."""
+    """Build a model with a mistake."""
     return _refused(_Raising())
 
 
@@ -368,5 +368,5 @@ class _Killed(nn.Module):
 
 
 def killed() -> Built:
-    """The process that runs it is killed half way, as when memory runs out."""
+    """Build a model whose process is killed half way, as when memory runs out."""
     return _refused(_Killed())

@@ -10,14 +10,14 @@ from arithmetic import arithmetic
 
 @pytest.fixture(scope="module")
 def without_tf32() -> Iterator[None]:
-    """Without TF32, which the library may or may not choose."""
+    """Disable TF32, which the library may or may not choose."""
     with arithmetic("fp32"):
         yield
 
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Eager's steps are deterministic."""
+    """Make eager's steps deterministic."""
     training_steps.deterministic()
     yield
     torch.use_deterministic_algorithms(mode=False)

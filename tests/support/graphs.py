@@ -11,14 +11,14 @@ from nimblec.schedule.streams import critical_path, limited, maximal, serial
 
 
 def access(buffer: int, offset: int = 0, nbytes: int = 64) -> Access:
-    """``nbytes`` bytes of a buffer, with positional arguments."""
+    """Return an access to ``nbytes`` bytes of a buffer, with positional arguments."""
     return Access(buffer=buffer, offset=offset, nbytes=nbytes)
 
 
 def kernel(
     reads: tuple[Access, ...], writes: tuple[Access, ...], *, op: int = 0, programmatic_after: int | None = None
 ) -> Task:
-    """A launch of kernel 0 that needs no parameters."""
+    """Return a launch of kernel 0 that needs no parameters."""
     work = KernelWork(kernel=0, params=b"", references=())
     return Task(op=op, work=work, reads=reads, writes=writes, programmatic_after=programmatic_after)
 
@@ -31,7 +31,7 @@ def graph(
     inputs: tuple[TensorView, ...] = (),
     outputs: tuple[TensorView, ...] = (),
 ) -> Graph:
-    """A graph whose ops are named by their number."""
+    """Return a graph whose ops are named by their number."""
     count = max((task.op for task in tasks), default=-1) + 1
     ops = tuple(Op(name=f"op{index}", source="", opaque=index in opaque) for index in range(count))
     return Graph(
@@ -40,12 +40,12 @@ def graph(
 
 
 def temporaries(*sizes: int) -> list[Buffer]:
-    """One temporary buffer for each size."""
+    """Return one temporary buffer for each size."""
     return [Buffer(kind=BufferKind.TEMPORARY, nbytes=nbytes) for nbytes in sizes]
 
 
 def dataflow(*sources: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Graph:
-    """Task ``i`` writes temporary ``i`` of ``sizes[i]`` (64) bytes and reads those of ``sources[i]``."""
+    """Return a graph whose task ``i`` writes ``sizes[i]`` (64) bytes and reads what tasks ``sources[i]`` wrote."""
     nbytes = sizes or (64,) * len(sources)
     tasks = [
         kernel(tuple(access(s, 0, nbytes[s]) for s in before), (access(i, 0, nbytes[i]),), op=i)
@@ -55,7 +55,7 @@ def dataflow(*sources: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Graph:
 
 
 def random_graph(random: Random, task_count: int, *, chained: bool = True) -> Graph:
-    """A graph with buffers of all kinds; tasks read only bytes of the arena that have been written.
+    """Draw a graph with buffers of all kinds; tasks read only bytes of the arena that have been written.
 
     ``chained``: some ops are opaque, some edges programmatic.
     """
@@ -86,7 +86,7 @@ def random_graph(random: Random, task_count: int, *, chained: bool = True) -> Gr
 
 
 def entangled_graph(random: Random) -> Graph:
-    """A graph of two buffers of a few bytes; each task reads and writes parts of them, whether written or not."""
+    """Draw a graph of two buffers of a few bytes; tasks read and write parts of them, whether written or not."""
     buffers = temporaries(12, 12)
 
     def some() -> tuple[Access, ...]:
@@ -96,13 +96,13 @@ def entangled_graph(random: Random) -> Graph:
 
 
 def graphs(*, max_tasks: int = 12, chained: bool = True) -> st.SearchStrategy[Graph]:
-    """Random graphs of at most ``max_tasks`` tasks."""
+    """Return a strategy for random graphs of at most ``max_tasks`` tasks."""
     randoms = st.randoms(use_true_random=False)
     return st.builds(random_graph, randoms, st.integers(0, max_tasks), chained=st.just(chained))
 
 
 def entangled_graphs() -> st.SearchStrategy[Graph]:
-    """Random graphs of two buffers of a few bytes."""
+    """Return a strategy for random graphs of two buffers of a few bytes."""
     return st.builds(entangled_graph, st.randoms(use_true_random=False))
 
 
@@ -112,7 +112,7 @@ def _random_access(random: Random, buffers: list[Buffer], buffer: int) -> Access
 
 
 def schedules(dag: Dag, seed: int = 0) -> list[Schedule]:
-    """One schedule of each policy, with durations that differ."""
+    """Return one schedule of each policy, with durations that differ."""
     durations = [100 + 37 * task % 90 for task in range(dag.task_count)]
     return [
         serial(dag),

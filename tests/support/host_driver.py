@@ -61,7 +61,7 @@ class _Graph:
     before: dict[_Handle, set[_Handle]] = field(default_factory=dict)
 
     def work(self) -> list[Callable[[], object]]:
-        """The work in an order that the edges allow, of which nodes added last come first where they can."""
+        """Return the work in an order that the edges allow, nodes that were added last first where they can be."""
         left, done = list(self.nodes), list[_Handle]()
         while left:
             node = next(node for node in reversed(left) if self.before.get(node, set()) <= set(done))
@@ -328,7 +328,7 @@ class HostDriver:
 
     @staticmethod
     def CUgraphNodeParams() -> SimpleNamespace:
-        """The parameters of a node, of which only conditional ones can be added."""
+        """Return the parameters of a node; only conditional nodes can be added."""
         return SimpleNamespace(conditional=SimpleNamespace())
 
     def _cuGraphConditionalHandleCreate(self, graph: _Graph, context: Any, value: int, flags: int) -> int:

@@ -17,7 +17,7 @@ OURS = {"nimblec", "nimblert"}
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of the distributions' sources, so that a build leaves nothing in the tree."""
+    """Copy the distributions' sources, so that a build leaves nothing in the tree."""
     copy = folder / "checkout"
     for name in ("docs", "nimblec", "runtime"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_not_built_from)
@@ -41,7 +41,7 @@ class Environment:
         (self.packages,) = (folder / "lib").glob("python*/site-packages")
 
     def copied(self, folder: Path) -> "Environment":
-        """A copy; its scripts still use the Python of this one."""
+        """Copy the environment; the copy's scripts still use the Python of this one."""
         shutil.copytree(self.folder, folder, symlinks=True)
         return Environment(folder)
 
@@ -67,7 +67,7 @@ class Environment:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=self.python.parent)
 
     def installed(self, name: str) -> Distribution:
-        """A distribution that was installed here."""
+        """Return a distribution that was installed here."""
         (found,) = Distribution.discover(name=name, path=[str(self.packages)])
         return found
 

@@ -9,7 +9,7 @@ from nimblert.plan import Memcpy, Plan, Pointer, Profile, Program, Region, Tenso
 
 
 def copying(entry: str, count: int, copies: tuple[tuple[Pointer, Pointer], ...], profile: Profile = ()) -> Program:
-    """A program of copies, with an input x and an output y of ``count`` float32."""
+    """Return a program of copies, with an input x and an output y of ``count`` float32."""
     nbytes = 4 * count
     tensor = partial(Tensor, dtype="float32", shape=(count,), strides=(1,))
     takes = any(source.region is Region.INPUT for _, source in copies)
@@ -30,7 +30,7 @@ KEEP = ((ARENA, INPUT), (STATE, ARENA), (OUTPUT, ARENA))
 
 
 def keeping() -> Plan:
-    """A plan for the CPU with four numbers of state, "kept": "write" takes 4 or 2 of them, "read" gives all."""
+    """Return a plan for the CPU with four numbers of state, "kept": "write" takes 4 or 2 of them, "read" gives all."""
     return bare(
         copying("write", 4, KEEP, (("count", 4),)),
         copying("write", 2, KEEP, (("count", 2),)),

@@ -65,7 +65,7 @@ class _Forked:
         self.returncode: int | None = None
 
     def communicate(self, given: bytes = b"", timeout: float = 0) -> tuple[bytes, bytes]:
-        """The child's output; the timeout of the test applies, not ``timeout``."""
+        """Return the child's output; the timeout of the test applies, not ``timeout``."""
         del timeout
         if not given:
             return b"", b""
@@ -79,7 +79,7 @@ class _Forked:
             return (Path(folder) / "out").read_bytes(), (Path(folder) / "err").read_bytes()
 
     def kill(self) -> None:
-        """Nothing to do: it has ended."""
+        """Do nothing: the child has ended."""
 
 
 class _ForkedLeanProcess(LeanProcess):

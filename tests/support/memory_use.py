@@ -40,7 +40,7 @@ def run(command: Sequence[str], *, environment: dict[str, str], timeout_s: float
 
 
 def current() -> Peak:
-    """The current memory of this process."""
+    """Return the current memory of this process."""
     use = _use(os.getpid())
     assert use is not None
     return use
@@ -58,7 +58,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _use(pid: int) -> Peak | None:
-    """The current memory of a process; None if it has ended."""
+    """Return the current memory of a process; None if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -130,7 +130,7 @@ class _First(nn.Module):
         self.model, self._name = model, name
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or images to states."""
+        """Map tokens or images to states."""
         first: Tensor = self.model(**{self._name: x})[0]
         return first
 

@@ -114,7 +114,7 @@ def _pool(
     *args: Any,
     **options: Any,
 ) -> np.ndarray:
-    """What onnx's ``pool`` gives, one window after the other; of plain windows, all at once."""
+    """Pool as onnx's ``pool`` does, one window after the other, but plain windows all at once."""
     if args or options.keys() - {"p"} or any(stride != 1 for stride in strides) or padded.shape != tuple(shape):
         return slowly(padded, shape, kernel, strides, pooled, kind, *args, **options)
     axes = tuple(range(2, padded.ndim))
@@ -137,7 +137,7 @@ def _case(kind: str, case: TestCase) -> Case:
 
 
 def _is_core(name: str, model: ModelProto) -> bool:
-    """Whether a case is deterministic inference in the default domain, on tensors of ordinary dtypes."""
+    """Return whether a case is deterministic inference in the default domain, on tensors of ordinary dtypes."""
     values = (*model.graph.input, *model.graph.output)
     operators = {node.op_type for node in _nodes(model.graph)}
     return (

@@ -69,7 +69,7 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
 
 
 def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The same with regions compiled by Inductor, all of it on the GPU where there is one."""
+    """Run regions compiled by Inductor, all of the model on the GPU where there is one."""
     import torch
 
     from nimblec.onnx_import.importer import import_model
@@ -138,7 +138,7 @@ def run_case(case: Case, target: str) -> Result:
 
 
 def outcome(case: Case, runner: Runner) -> tuple[str, str]:
-    """The outcome of a case, and its message."""
+    """Return the outcome of a case, and its message."""
     try:
         for data in case.data_sets():
             model, inputs = static_form(case.model, data.inputs)

@@ -17,19 +17,19 @@ Feed = Mapping[str, np.ndarray]
 
 
 def parse(text: str, opset: int = 20, **constants: ArrayLike) -> ModelProto:
-    """The model of a graph in ONNX's textual syntax, without its name."""
+    """Parse the model of a graph in ONNX's textual syntax, without its name."""
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}]> g {text}')
     model.graph.initializer.extend(numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items())
     return model
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    """Standard normal float32 numbers."""
+    """Draw standard normal float32 numbers."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def compiled(model: Any, *args: Any, **options: Any) -> Plan:
-    """The plan of a model, which does not depend on the load of the machine."""
+    """Compile a model to a plan that does not depend on the load of the machine."""
     return nimblec.compile(model, *args, target="cpu", plan_cache=None, reproducible=True, **options)
 
 

@@ -18,11 +18,11 @@ KEY = "0123456789abcdef" * 4
 
 
 def unobserved(stage: str, seconds: float | None) -> None:
-    """An observer that ignores the stages."""
+    """Ignore the stages."""
 
 
 def write_model(path: Path, *, seed: int = 0, external: bool = False) -> Path:
-    """Relu of ``x @ w``, the weights in the file or in weights.bin next to it."""
+    """Write a model of Relu(x @ w), with the weights in the file or in weights.bin next to it."""
     w = np.random.default_rng(seed).standard_normal((8, 8), np.float32)
     nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 8]) for name in "xy")
@@ -53,7 +53,7 @@ def onnx_source(path: Path) -> Source:
 
 
 def compiled(compiler: Compiler, model: Path, options: Options) -> tuple[bytes, tuple[str, ...]]:
-    """The file and the notes of `compile_once`."""
+    """Return the file and the notes of `compile_once`."""
     output = model.parent / "written"
     notes = compile_once(compiler, onnx_source(model), Target.CPU, options, output, unobserved)
     return output.read_bytes(), notes

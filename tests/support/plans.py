@@ -44,33 +44,33 @@ VERSIONS = (("nimblec", "0.1.0"), ("torch", "2.13.0"))
 
 
 def pointer(region: Region, offset: int = 0, index: int = 0) -> Pointer:
-    """A pointer, with positional arguments."""
+    """Return a pointer, with positional arguments."""
     return Pointer(region=region, index=index, offset=offset)
 
 
 def access(region: Region, offset: int, nbytes: int, index: int = 0) -> Access:
-    """``nbytes`` bytes from ``offset`` of a region."""
+    """Return an access to ``nbytes`` bytes from ``offset`` of a region."""
     return Access(pointer=pointer(region, offset, index), nbytes=nbytes)
 
 
 def relocation(param_offset: int, region: Region, offset: int = 0, index: int = 0) -> Relocation:
-    """The pointer at ``param_offset`` of a parameter buffer."""
+    """Return the pointer at ``param_offset`` of a parameter buffer."""
     return Relocation(param_offset=param_offset, pointer=pointer(region, offset, index))
 
 
 def weight(name: str, values: tuple[float, ...], offset: int) -> Weight:
-    """A float32 vector at ``offset`` of its region."""
+    """Return a float32 vector at ``offset`` of its region."""
     data = memoryview(struct.pack(f"<{len(values)}f", *values))
     return Weight(name=name, dtype="float32", shape=(len(values),), offset=offset, data=data)
 
 
 def _tensor(name: str, region: Region, *, dtype: str = "float32") -> Tensor:
-    """A (4, 4) tensor, C order, in input or output 0."""
+    """Return a (4, 4) tensor, C order, in input or output 0."""
     return Tensor(name=name, dtype=dtype, shape=(4, 4), strides=(4, 1), pointer=pointer(region))
 
 
 def cuda_plan() -> Plan:
-    """Two streams, two events, every kind of command, one module with two kernels and one with one.
+    """Return a plan of two streams, two events, every kind of command, a module with two kernels and one with one.
 
     y = relu(x * scale + state); the middle of it runs beside a copy.
     """
@@ -184,7 +184,7 @@ def cuda_plan() -> Plan:
 
 
 def markup_plan() -> Plan:
-    """`cuda_plan` whose names of tensors, weights, ops, sources, kernels, origins and entries are `MARKUP`."""
+    """Return `cuda_plan` with `MARKUP` for the names of tensors, weights, ops, sources, kernels, origins, entries."""
     plan = cuda_plan()
     program = plan.programs[0]
     changed = replace(
@@ -206,7 +206,7 @@ def markup_plan() -> Plan:
 
 
 def several_entries() -> Plan:
-    """`cuda_plan` with an entry "main" of two profiles and an entry "tail"."""
+    """Return `cuda_plan` with an entry "main" of two profiles and an entry "tail"."""
     plan = cuda_plan()
     main = plan.programs[0]
     half = tuple(replace(tensor, shape=(2, 4)) for tensor in main.inputs)
@@ -219,18 +219,18 @@ def several_entries() -> Plan:
 
 
 def _cpu_parameter(position: int, kind: ParameterKind, name: str, shape: tuple[int, ...]) -> Parameter:
-    """A float32 tensor of a CPU kernel, the ``position``-th pointer of its parameters."""
+    """Return a float32 tensor of a CPU kernel, the ``position``-th pointer of its parameters."""
     return Parameter(offset=8 * position, nbytes=8, kind=kind, name=name, dtype="float32", shape=shape)
 
 
 def _cpu_kernel(module: int, symbol: str, parameters: tuple[tuple[ParameterKind, str, tuple[int, ...]], ...]) -> Kernel:
-    """A CPU kernel of these parameters, in this order."""
+    """Return a CPU kernel of these parameters, in this order."""
     records = tuple(_cpu_parameter(i, *parameter) for i, parameter in enumerate(parameters))
     return Kernel(module=module, symbol=symbol, parameters=records)
 
 
 def _model(node: NodeProto, inputs: dict[str, tuple[int, ...]], external: dict[str, tuple[int, ...]]) -> memoryview:
-    """The code of a CPU kernel: one node of float32 tensors that gives a (4, 4) one."""
+    """Return the code of a CPU kernel: one node of float32 tensors that gives a (4, 4) one."""
 
     def value(name: str, shape: tuple[int, ...]) -> ValueInfoProto:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
@@ -249,7 +249,7 @@ def _model(node: NodeProto, inputs: dict[str, tuple[int, ...]], external: dict[s
 
 
 def cpu_plan() -> Plan:
-    """Two kernels on two streams: y = relu(x + bias), and an unused int64 input."""
+    """Return a plan of two kernels on two streams: y = relu(x + bias), and an unused int64 input."""
     add, relu = helper.make_node("Add", ["x", "bias"], ["sum"]), helper.make_node("Relu", ["sum"], ["y"])
     kernels = (
         _cpu_kernel(
@@ -324,7 +324,7 @@ def cpu_plan() -> Plan:
 
 
 def large_plan(launch_count: int, *, relocation_count: int = 6, access_count: int = 4, stream_count: int = 4) -> Plan:
-    """A CUDA plan of ``launch_count`` launches in turn on all streams, each with its own op.
+    """Return a CUDA plan of ``launch_count`` launches in turn on all streams, each with its own op.
 
     Half the accesses of a launch are reads, half writes.
     """

@@ -22,31 +22,31 @@ EMPTY = Plan(
 
 
 def with_program(record: Frozen, **changes: Any) -> Frozen:
-    """A plan or program with other fields."""
+    """Return a plan or program with other fields."""
     return replace(record, **changes)  # type: ignore[type-var]
 
 
 def bare(*programs: Program, **fields: Any) -> Plan:
-    """A plan without code and weights, for the CPU unless ``fields`` tell otherwise."""
+    """Return a plan without code and weights, for the CPU unless ``fields`` tell otherwise."""
     return replace(EMPTY, programs=programs, **fields)
 
 
 def at(region: Region, offset: int, nbytes: int = 64) -> Access:
-    """``nbytes`` bytes of a region."""
+    """Return an access to ``nbytes`` bytes of a region."""
     return Access(pointer=Pointer(region=region, offset=offset), nbytes=nbytes)
 
 
 def work(
     stream: int, duration_ns: int = 0, *, op: int = 0, reads: tuple[Access, ...] = (), writes: tuple[Access, ...] = ()
 ) -> Launch:
-    """A launch of kernel 0 that needs no parameters."""
+    """Return a launch of kernel 0 that needs no parameters."""
     return Launch(
         stream=stream, op=op, kernel=0, params=b"", relocations=(), reads=reads, writes=writes, duration_ns=duration_ns
     )
 
 
 def planned(*commands: Command, **fields: Any) -> Program:
-    """A program of these commands, with as many streams and events as they use, and other ``fields``."""
+    """Return a program of these commands, with as many streams and events as they use, and other ``fields``."""
     made = Program(
         name="main",
         inputs=(),

@@ -21,14 +21,14 @@ def install() -> None:
 
 
 def _check_no_overflow() -> None:
-    """It repeats operations of integers in 64 bits, for assertions that it makes in debug mode alone."""
+    """Skip the overflow checks in 64 bits, which serve assertions of debug mode alone."""
     builder: Any = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _look_types_up_once() -> None:
-    """NumPy's dtype of Triton's types, from a table that is otherwise made for each value."""
+    """Cache NumPy's dtype of each of Triton's types, which is otherwise looked up for each value."""
     found = cache(interpreter._get_np_dtype)
     pointer = found(tl.uint64)
 
@@ -40,7 +40,7 @@ def _look_types_up_once() -> None:
 
 
 def _make_types_once() -> None:
-    """Of blocks, which are otherwise made for each value; ``sizes`` is the shape of one as Python's tuple."""
+    """Cache block types, which are otherwise made for each value; ``sizes`` is a block's shape as Python's tuple."""
     block: Any = tl.block_type
     init = block.__init__
     made: dict[object, Any] = {}
@@ -61,7 +61,7 @@ def _make_types_once() -> None:
 
 
 def _describe_tensors_once() -> None:
-    """Tensors of one type share what describes them, but for their values."""
+    """Share the description of tensors of one type; only their values differ."""
     tensor: Any = tl.tensor
     init = tensor.__init__
 
@@ -77,7 +77,7 @@ def _describe_tensors_once() -> None:
 
 
 def _broadcast_equal_shapes_at_once() -> None:
-    """Tensors of equal shapes stay as they are."""
+    """Return tensors of equal shapes as they are."""
     semantic: Any = TritonSemantic
     broadcast = semantic.broadcast_impl_value
 
@@ -89,7 +89,7 @@ def _broadcast_equal_shapes_at_once() -> None:
 
 
 def _keep_functions_patched() -> None:
-    """Of `triton.language`, of which all functions are otherwise exchanged for each call of a jitted function."""
+    """Keep `triton.language` patched; otherwise each call of a jitted function patches all of its functions."""
     patch = interpreter._patch_lang
     nothing = interpreter._LangPatchScope()
     patched: dict[frozenset[str], Any] = {}

@@ -8,7 +8,7 @@ from nimblec.schedule.streams import arrange
 
 
 def random_schedule(dag: Dag, seed: int) -> Schedule:
-    """Any valid schedule, drawn from ``seed``."""
+    """Draw a valid schedule from ``seed``."""
     generator = random.Random(seed)  # noqa: S311 - not for secrets
     stream_count = generator.randint(1, max(1, min(16, dag.task_count)))
     successors = dag.successors

@@ -31,7 +31,7 @@ class Dropouts(nn.Module):
         self.wide, self.last = nn.Linear(16 * 64, 1500), nn.Linear(1500, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of images of 16 by 16."""
+        """Score images of 16 by 16."""
         drop = partial(nn.functional.dropout, training=self.training)
         x = nn.functional.dropout2d(self.norm(self.conv(x)).relu(), 0.125, self.training)
         x = drop(nn.functional.avg_pool2d(x, 2).flatten(1), 0.5)
@@ -47,7 +47,7 @@ class Depth(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 96)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of images of 16 by 16."""
+        """Score images of 16 by 16."""
         x = self.first(x.flatten(1))
         for block, rows in zip(self.blocks, (len(x), len(x), 1), strict=True):
             kept = torch.ones(rows, 1, dtype=x.dtype, device=x.device)
@@ -62,13 +62,13 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {"dropouts": Dropouts, "depth": De
 
 
 def made(name: str) -> nn.Module:
-    """The model of a step; `SEED` determines its weights and the random numbers of its steps."""
+    """Build the model of a step; `SEED` determines its weights and the random numbers of its steps."""
     torch.manual_seed(SEED)
     return _MODELS[name.partition("_")[0]]()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Images and labels."""
+    """Draw images and labels."""
     drawn = torch.Generator().manual_seed(seed)
     return torch.randn(24, 3, 16, 16, generator=drawn), torch.randint(0, 10, (24,), generator=drawn)
 
@@ -81,7 +81,7 @@ def _compiled(name: str) -> Entries:
 
 
 def __getattr__(name: str) -> Callable[[], Entries]:
-    """NAME as a callable without arguments."""
+    """Return NAME as a callable without arguments."""
     if name not in NAMES:
         raise AttributeError(name)
     return partial(_compiled, name)
@@ -96,7 +96,7 @@ class Eager:
         self.optimizer = OPTIMIZERS[name.partition("_")[2]](self.model)
 
     def __call__(self, seed: int) -> np.ndarray:
-        """The loss of a batch, before the step."""
+        """Return the loss of a batch, before the step."""
         x, y = (tensor.cuda() for tensor in batch(seed))
         self.optimizer.zero_grad()
         value = loss(self.model(x), y)
@@ -105,7 +105,7 @@ class Eager:
         return value.detach().cpu().numpy()
 
     def state(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All of a plan's state except the rate, by its names."""
+        """Yield all of a plan's state except the rate, by its names."""
         for name, tensor in self.model.state_dict().items():
             yield f"model.{name}", tensor.cpu().numpy()
         for name, parameter in self.model.named_parameters():

@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def graph_of(plan: Plan) -> Graph:
-    """The commands of a plan of one program as tasks, in issue order.
+    """Return the commands of a plan of one program as tasks, in issue order.
 
     Each region is one buffer, so tensors that share bytes of the arena are ordered as if one depended on the other: the
     graph is what the plan's memory layout permits. No op is opaque.
@@ -51,7 +51,7 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def replanned(plan: Plan, schedule: Schedule) -> Plan:
-    """The plan with another schedule of `graph_of`, and the same memory."""
+    """Return the plan with another schedule of `graph_of`, and the same memory."""
     program = plan.programs[0]
     graph = graph_of(plan)
     memory = Layout(
@@ -65,14 +65,14 @@ def replanned(plan: Plan, schedule: Schedule) -> Plan:
 
 
 def without(plan: Plan, position: int) -> Plan:
-    """The plan without one of its commands."""
+    """Return the plan without one of its commands."""
     program = plan.programs[0]
     commands = program.commands[:position] + program.commands[position + 1 :]
     return replace(plan, programs=(replace(program, commands=commands),))
 
 
 def producer(commands: tuple[Command, ...], wait: int) -> int:
-    """The position of the work that ``commands[wait]``, a wait, waits for."""
+    """Return the position of the work that ``commands[wait]``, a wait, waits for."""
     awaited = commands[wait]
     assert isinstance(awaited, Wait)
     event, found = -1, -1

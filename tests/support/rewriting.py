@@ -20,12 +20,12 @@ from nimblec.pytorch.aten_graph import trace
 
 
 def random_half(*shape: int, seed: int = 1) -> Tensor:
-    """Numbers in half precision, the same for each shape and seed."""
+    """Draw numbers in half precision, the same for each shape and seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
 
 
 def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
-    """The flat graph of a function of tensors; real tensors that it uses become constants."""
+    """Record the flat graph of a function of tensors; real tensors that it uses become constants."""
     recorder = Recorder(torch.device("cpu"))
     with recorder:
         fakes = [recorder.placeholder(f"input_{i}", t.dtype, t.shape) for i, t in enumerate(inputs)]
@@ -36,7 +36,7 @@ def record(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
 
 
 def rewritten(module: fx.GraphModule, *passes: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
-    """A copy of ``module`` after these passes, each of which must leave it well formed."""
+    """Return a copy of ``module`` after these passes, each of which must leave it well formed."""
     result = fx.GraphModule(module, module.graph.__deepcopy__())
     for rewrite in passes:
         rewrite(result)
@@ -80,7 +80,7 @@ def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of an optimised graph with Triton kernels wherever they apply, by the pipelines of -O2."""
+    """Return a copy of an optimised graph with Triton kernels wherever -O2's pipelines apply them."""
     for pipeline in (KERNELS, NORMS):
         module = pipeline(module, Setting(use=first(SM_90)))
     return module
@@ -106,7 +106,7 @@ def checked(
     *passes: Callable[[fx.GraphModule], None],
     rtol: float | None = None,
 ) -> fx.GraphModule:
-    """The graph of a function after these passes, which gives the function's results."""
+    """Return the graph of a function after these passes, and check that it gives the function's results."""
     inputs = [inputs] if isinstance(inputs, Tensor) else inputs
     before = record(function, *inputs)
     after = rewritten(before, *passes)
@@ -115,12 +115,12 @@ def checked(
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """The strides of axes with more than one element."""
+    """Return the strides of axes with more than one element."""
     return [stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if length != 1]
 
 
 def counts(module: fx.GraphModule) -> Counter[str]:
-    """How often each overload is called, by name without namespace and overload."""
+    """Count the calls of each overload, by name without namespace and overload."""
     return Counter(
         node.target._schema.name.partition("::")[2]
         for node in module.graph.nodes
@@ -142,13 +142,13 @@ def randomize(module: nn.Module) -> nn.Module:
 
 
 def family(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
-    """The graph of a small model, to change, and random inputs."""
+    """Return the graph of a small model, to change, and random inputs."""
     module, inputs = _traced(name, dtype, seed)
     return copied(module), inputs
 
 
 def eager(name: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """PyTorch's results for the same inputs."""
+    """Return PyTorch's results for the same inputs."""
     module, inputs = _built(name, dtype, seed)
     with torch.no_grad():
         return tree_leaves(module(*inputs))
@@ -188,7 +188,7 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(widths[-1] + growth, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to logits."""
+        """Map images to logits."""
         features = [self.stem(x)]
         for layer in self.layers:
             features.append(layer(torch.cat(features, 1)))
@@ -197,7 +197,7 @@ class DenseNet(nn.Module):
 
     @staticmethod
     def small() -> tuple[nn.Module, Sequence[Tensor]]:
-        """Four narrow layers and an image of 16 pixels."""
+        """Build four narrow layers and an image of 16 pixels."""
         return DenseNet(growth=8, layers=4).eval(), (torch.randn(1, 3, 16, 16),)
 
 

@@ -21,18 +21,18 @@ SLOWEST_START_S = 120
 
 
 def commands(language: str = "sh") -> list[str]:
-    """The blocks of the document in this language, in order."""
+    """Return the blocks of the document in this language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def command(words: str, language: str = "sh") -> str:
-    """The one block of the document in this language that holds ``words``."""
+    """Return the one block of the document in this language that holds ``words``."""
     (found,) = (block for block in commands(language) if words in block)
     return found.strip()
 
 
 def environment(name: str) -> Path:
-    """The folder .NAME, an environment that the document creates; skips the test if it does not exist."""
+    """Return the folder .NAME, an environment that the document creates; skip the test if it does not exist."""
     folder = ROOT / f".{name}"
     if not folder.is_dir():
         pytest.skip(f"docs/serving.md has the command that creates .{name}, which does not exist")
@@ -57,7 +57,7 @@ class Shop:
         }
 
     def run(self, command: str, *, timeout: float = 120) -> str:
-        """The output of a command, which must succeed."""
+        """Run a command, which must succeed, and return its output."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder, env=self.variables, capture_output=True, text=True, check=False, timeout=timeout,
@@ -88,7 +88,7 @@ class Shop:
 
 
 def stocked(folder: Path, name: str) -> Shop:
-    """A shop with the document's plan, for servers of the environment .NAME; skips the test if it does not exist."""
+    """Stock a shop with the document's plan for the environment .NAME; skip the test if that does not exist."""
     environment(name)
     shop = Shop(folder)
     shop.run(command("nimblec compile"))
@@ -96,18 +96,18 @@ def stocked(folder: Path, name: str) -> Shop:
 
 
 def infer(url: str, rows: int, **changes: object) -> tuple[int, str]:
-    """Status and body of a call of the digits model, with changes to the tensor that is sent."""
+    """Call the digits model with changes to the tensor that is sent; return the answer's status and body."""
     return answered(f"{url}/infer", request(rows, **changes), Content_Type="application/json")
 
 
 def request(rows: int, **changes: object) -> bytes:
-    """The body of a call of the digits model, with changes to the tensor that is sent."""
+    """Return the body of a call of the digits model, with changes to the tensor that is sent."""
     tensor = {"name": "image", "shape": [rows, 1, 8, 8], "datatype": "FP32", "data": [0.5] * (64 * rows), **changes}
     return json.dumps({"inputs": [tensor]}).encode()
 
 
 def answered(url: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
-    """Status and body of an HTTP request; status 0 without an answer."""
+    """Send an HTTP request; return the answer's status and body, or status 0 without an answer."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
         with urlopen(Request(url, body, named), timeout=60) as response:  # noqa: S310 — loopback

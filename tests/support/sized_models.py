@@ -10,7 +10,7 @@ node = helper.make_node
 
 
 def rows_model(path: Path) -> Path:
-    """The ReLU of x (batch x 8) times a matrix, y (batch x 4)."""
+    """Write a model of the ReLU of x (batch x 8) times a matrix, y (batch x 4)."""
     matrix = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     nodes = [node("MatMul", ["x", "matrix"], ["product"]), node("Relu", ["product"], ["y"])]
     return write_model(path, nodes, [floats("x", "batch", 8)], [floats("y", "batch", 4)], constants={"matrix": matrix})
@@ -57,7 +57,7 @@ UNLIKE_ROWS: dict[str, tuple[list[NodeProto], str]] = {
 
 
 def unlike_rows(path: Path, what: str) -> Path:
-    """One of `UNLIKE_ROWS`."""
+    """Write one of `UNLIKE_ROWS`."""
     constants = {
         "zero": np.array(0),
         "one": np.array(1),
@@ -77,13 +77,13 @@ def unlike_rows(path: Path, what: str) -> Path:
 
 
 def products_of_rows(path: Path) -> Path:
-    """Y (batch x batch): the product of each two rows of x (batch x 4)."""
+    """Write a model of y (batch x batch), the product of each two rows of x (batch x 4)."""
     nodes = [node("Transpose", ["x"], ["columns"]), node("MatMul", ["x", "columns"], ["y"])]
     return write_model(path, nodes, [floats("x", "batch", 4)], [floats("y", "batch", "batch")])
 
 
 def largest_under_a_mask(path: Path, operator: str) -> Path:
-    """The ``operator``, such as ReduceMax, of scores (1 x length) times a mask: y, at least 0 with padding."""
+    """Write a model of the ``operator``, such as ReduceMax, of masked scores (1 x length), at least 0 with padding."""
     nodes = [
         node("Cast", ["mask"], ["weights"], to=TensorProto.FLOAT),
         node("Mul", ["scores", "weights"], ["left"]),
@@ -94,7 +94,7 @@ def largest_under_a_mask(path: Path, operator: str) -> Path:
 
 
 def attention(path: Path, *, is_masked: bool = True) -> Path:
-    """y: the embedding of each token (batch x length) plus the mean over unmasked tokens.
+    """Write a model that adds to each token's embedding (batch x length) the mean over unmasked tokens.
 
     pooled (batch x 8) is that mean. Without a mask, it is over all tokens.
     """

@@ -20,7 +20,7 @@ class Layer(nn.Module):
         self.norm, self.last_norm = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """(batch, length, width) to the same; ``bias`` is added to the attention scores."""
+        """Map (batch, length, width) to the same; ``bias`` is added to the attention scores."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + bias, -1)
         x = self.norm(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
@@ -48,7 +48,7 @@ class Encoder(nn.Module):
 
 
 def encoder() -> tuple[nn.Module, tuple[Tensor, Tensor], Any]:
-    """An encoder, arguments of a call, and dynamic shapes."""
+    """Build an encoder, arguments of a call, and dynamic shapes."""
     torch.manual_seed(0)
     shapes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=1, max=128)}
     tokens = torch.arange(TOKENS).reshape(2, -1)
@@ -56,7 +56,7 @@ def encoder() -> tuple[nn.Module, tuple[Tensor, Tensor], Any]:
 
 
 def images() -> tuple[nn.Module, tuple[Tensor], Any]:
-    """A convolutional network with batch norms in inference mode."""
+    """Build a convolutional network with batch norms in inference mode."""
     torch.manual_seed(0)
     norms = [nn.BatchNorm2d(8), nn.BatchNorm2d(16)]
     for norm in norms:

@@ -7,7 +7,7 @@ from bench.models.sized import Sized, of_tokens
 
 
 def rows() -> Sized:
-    """A convolutional network of images: any batch up to 16."""
+    """Build a convolutional network of images, for any batch up to 16."""
     module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
     return Sized(module=module.eval(), args=(torch.randn(2, 3, 16, 16),), axis=0, largest=16, bounds={})
 
@@ -28,5 +28,5 @@ class _Tokens(nn.Module):
 
 
 def tokens() -> Sized:
-    """An encoder of masked tokens: any length up to 32."""
+    """Build an encoder of masked tokens, for any length up to 32."""
     return of_tokens(_Tokens(100, 16).eval(), 100, 32)

@@ -6,7 +6,7 @@ from nimblert.plan import Fit, Memcpy, Plan, Pointer, Program, Region, Tensor
 
 
 def sized(*sizes: int, fit: Fit = Fit.SPLIT, sample_range: tuple[int, int] | None = None) -> Plan:
-    """For each size of "rows", a program that copies x (rows x 3, int32) to y, and w (2 x rows) to z."""
+    """Return a plan that copies x (rows x 3, int32) to y and w (2 x rows) to z, a program for each size of "rows"."""
     return bare(*(_copying(rows, fit, sample_range) for rows in sizes))
 
 

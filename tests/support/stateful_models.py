@@ -22,7 +22,7 @@ class Statistics(torch.nn.Module):
         self.register_buffer("last", torch.zeros(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The change of these 4 values since the last call, and one number from all that is kept."""
+        """Return the change of these 4 values since the last call, and one number from all that is kept."""
         self.count += 1
         self.mean.mul_(0.9).add_(x, alpha=0.1)
         self.history[1:] = self.history[:-1].clone()
@@ -45,7 +45,7 @@ class Exchange(torch.nn.Module):
             self.register_buffer(name, torch.full((4,), float(number)))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The 4 values of the call before, and those of this one plus the new right tensor."""
+        """Return the 4 values of the call before, and those of this one plus the new right tensor."""
         before, left = self.kept.clone(), self.left.clone()
         self.kept.copy_(x)
         self.left.copy_(self.right)
@@ -61,7 +61,7 @@ class Normalised(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(3, affine=affine)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        """(n, 3, m) to (n, 3, m)."""
+        """Map (n, 3, m) to (n, 3, m)."""
         return (self.norm(x),)
 
 
@@ -75,7 +75,7 @@ class Assigning(torch.nn.Module):
         self.register_buffer("kept", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        """Half of the kept values plus these 4."""
+        """Return half of the kept values plus these 4."""
         self.kept = self.kept / 2 + x
         return (self.kept * 1,)
 
@@ -92,7 +92,7 @@ class Returning(torch.nn.Module):
         self.register_buffer("rows", torch.zeros(2, 4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sum including these 4 values, twice, and the rows, the second of which they are."""
+        """Return the sum including these 4 values, twice, and the rows, of which the second is the values."""
         self.total.add_(x)
         self.rows[1] = x
         return self.total, self.total, self.rows
@@ -113,7 +113,7 @@ class _Attention(torch.nn.Module):
             self.register_buffer(name, torch.zeros(1, heads, length, width // heads), persistent=False)
 
     def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """(1, n, width) rows at ``position``, (n,), to (1, n, width)."""
+        """Map (1, n, width) rows at ``position``, (n,), to (1, n, width)."""
         _, rows, width = x.shape
         q, k, v = (
             part.view(1, rows, self.heads, width // self.heads).transpose(1, 2)
@@ -142,7 +142,7 @@ class Decoder(torch.nn.Module):
         self.head = torch.nn.Linear(width, vocabulary)
 
     def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """(n,) tokens at (n,) positions to (n, vocabulary)."""
+        """Map (n,) tokens at (n,) positions to (n, vocabulary)."""
         x = (self.tokens(token) + self.positions(position))[None]
         for i, attention in enumerate(self.attention):
             x = x + attention(self.norms[2 * i](x), position)
@@ -152,7 +152,7 @@ class Decoder(torch.nn.Module):
 
 
 def decoder() -> dict[str, Any]:
-    """A decoder that takes a prompt of 8 tokens, or one token."""
+    """Build a decoder that takes a prompt of 8 tokens, or one token."""
     model = Decoder().eval()
     return {
         "prefill": (model, (torch.arange(8), torch.arange(8))),
@@ -161,17 +161,17 @@ def decoder() -> dict[str, Any]:
 
 
 def one_token() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A decoder that takes one token."""
+    """Build a decoder that takes one token."""
     return Decoder().eval(), (torch.tensor([1]), torch.tensor([0]))
 
 
 def statistics() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Of 4 numbers."""
+    """Build a model that keeps statistics, and 4 numbers."""
     return Statistics().eval(), torch.ones(4)
 
 
 def normalising() -> tuple[torch.nn.Module, torch.Tensor]:
-    """By the statistics of two images, of which it keeps a running mean."""
+    """Build a norm by the statistics of two images, of which it keeps a running mean."""
     torch.manual_seed(0)
     return torch.nn.BatchNorm2d(4), torch.randn(2, 4, 8, 8)
 

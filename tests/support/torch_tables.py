@@ -101,7 +101,7 @@ class _Overridden(NamedTuple):
 
 
 def _identity(how: Callable[..., Any]) -> object:
-    """What two equal ways to decompose an operator have in common: torch makes some anew for each table."""
+    """Return what two equal ways to decompose an operator have in common: torch makes some anew for each table."""
     if isinstance(how, partial) and not how.args and how.keywords.keys() == {"kernel"}:
         return how.func.__code__, how.keywords["kernel"]
     return how

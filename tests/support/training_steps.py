@@ -24,7 +24,7 @@ def deterministic() -> None:
 
 
 def images(dropout: float = 0.0) -> nn.Module:
-    """Convolutions, one of them grouped, and norms."""
+    """Chain convolutions, one of them grouped, and norms."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
@@ -35,7 +35,7 @@ def images(dropout: float = 0.0) -> nn.Module:
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Images and labels."""
+    """Draw images and labels."""
     drawn = torch.Generator().manual_seed(seed)
     return torch.randn(BATCH, 3, 16, 16, generator=drawn), torch.randint(0, 10, (BATCH,), generator=drawn)
 
@@ -56,17 +56,17 @@ def _step(name: str, dropout: float = 0.0, accumulate: int = 1) -> Entries:
 
 
 def sgd() -> Entries:
-    """By SGD."""
+    """Return a step by SGD."""
     return _step("sgd")
 
 
 def adam() -> Entries:
-    """By Adam."""
+    """Return a step by Adam."""
     return _step("adam")
 
 
 def dropping() -> Entries:
-    """With dropout, and the accumulated gradients of two calls."""
+    """Return a step with dropout, and the accumulated gradients of two calls."""
     return _step("sgd", dropout=0.5, accumulate=2)
 
 
@@ -80,13 +80,13 @@ class Tuned(nn.Module):
         self.second.weight = self.first.weight
 
     def forward(self, image: Tensor) -> Tensor:
-        """Scores of each image."""
+        """Score each image."""
         scores: Tensor = self.second(torch.tanh(self.first(self.body(image))))
         return scores
 
 
 def fine_tuned() -> Entries:
-    """By SGD, of what is not frozen."""
+    """Return a step by SGD of what is not frozen."""
     deterministic()
     set_arithmetic("fp32")
     model = Tuned()
@@ -122,7 +122,7 @@ class Networks(nn.Module):
         )
 
     def forward(self, image: Tensor) -> Tensor:
-        """Scores of each image by each network."""
+        """Score each image by each network."""
         return torch.stack([network(image) for network in self.networks], -1)
 
 
@@ -134,30 +134,30 @@ class Deep(nn.Module):
         self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, 256) + n / 8 for n in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Map a tensor to one of the same shape."""
         for scale in self.scales:
             x = torch.tanh(x * scale)
         return x
 
 
 def deep_batch() -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
+    """Draw inputs and targets."""
     return torch.linspace(-1, 1, 128 * 256).reshape(128, 256), torch.linspace(1, -1, 128 * 256).reshape(128, 256)
 
 
 def deep() -> Entries:
-    """By SGD."""
+    """Return a step of the deep model by SGD."""
     model = Deep()
     return nimblec.training_step(model, nn.functional.mse_loss, OPTIMIZERS["sgd"](model), deep_batch())
 
 
 def all_losses(scores: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the networks' losses."""
+    """Return the sum of the networks' losses."""
     return nn.functional.cross_entropy(scores, labels[:, None].expand(-1, COUNT), reduction="none").mean(0).sum()
 
 
 def networks() -> Entries:
-    """A step with learning rate 1, which changes parameters by the gradient."""
+    """Return a step with learning rate 1, which changes parameters by the gradient."""
     set_arithmetic("fp32")
     model = Networks()
     return nimblec.training_step(model, all_losses, torch.optim.SGD(model.parameters(), 1.0), batch(0))

@@ -12,12 +12,12 @@ import nimblert
 
 
 def each(functions: Iterable[Callable[..., Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Several functions of the same inputs as one model, for which one export does."""
+    """Join several functions of the same inputs to one model, so that one export does for all."""
     return lambda *inputs: tuple(function(*inputs) for function in functions)
 
 
 def agree(model: Callable[..., Any], example: tuple[Tensor, ...], *others: tuple[Tensor, ...]) -> None:
-    """A plan made for the example gives for it and others what PyTorch gives."""
+    """Check that a plan made for the example gives PyTorch's results for it and for others."""
     with nimblert.load(nimblec.compile(model, example, target="cpu", streams=1)) as exe:
         for inputs in (example, *others):
             found = tree_map(torch.from_numpy, exe(*(tensor.numpy() for tensor in inputs)))

@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 @triton.jit
 def triton_layer_norm(x, weight, bias, out, width: tl.constexpr, epsilon: tl.constexpr):
-    """One row for each program: its mean and variance, then scale and shift."""
+    """Normalise one row per program by its mean and variance, then scale and shift it."""
     columns = tl.arange(0, width)
     row = tl.program_id(0) * width + columns
     values = tl.load(x + row)
@@ -27,7 +27,7 @@ def triton_layer_norm(x, weight, bias, out, width: tl.constexpr, epsilon: tl.con
 
 @triton.jit
 def triton_matmul(a, b, out, width: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr):
-    """A tile of ``a`` (rows, depth) times ``b`` (depth, width) for each program."""
+    """Multiply a tile of ``a`` (rows, depth) by one of ``b`` (depth, width) in each program."""
     rows = tl.program_id(0) * tile + tl.arange(0, tile)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
     inner = tl.arange(0, tile)
@@ -41,7 +41,7 @@ def triton_matmul(a, b, out, width: tl.constexpr, depth: tl.constexpr, tile: tl.
 
 @triton.jit
 def triton_gelu(x, out, count, block: tl.constexpr):
-    """Gaussian error linear unit by its sigmoid approximation (Hendrycks and Gimpel, 2016)."""
+    """Apply the Gaussian error linear unit by its sigmoid approximation (Hendrycks and Gimpel, 2016)."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     values = tl.load(x + at, mask=at < count)
     tl.store(out + at, values * tl.sigmoid(1.702 * values), mask=at < count)
@@ -49,20 +49,20 @@ def triton_gelu(x, out, count, block: tl.constexpr):
 
 @triton.jit
 def triton_add(a, b, out, count, block: tl.constexpr):
-    """Element by element."""
+    """Add element by element."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(out + at, tl.load(a + at, mask=at < count) + tl.load(b + at, mask=at < count), mask=at < count)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Each row of ``x`` (rows, width), contiguous, normalised; the width is a power of two."""
+    """Normalise each row of ``x`` (rows, width), contiguous; the width is a power of two."""
     out = torch.empty_like(x)
     triton_layer_norm[(x.shape[0],)](x, weight, bias, out, width=x.shape[1], epsilon=1e-5)
     return out
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of contiguous float32 matrices whose sizes are multiples of 32."""
+    """Return the product of contiguous float32 matrices whose sizes are multiples of 32."""
     out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     grid = (a.shape[0] // _TILE, b.shape[1] // _TILE)
     triton_matmul[grid](a, b, out, width=b.shape[1], depth=a.shape[1], tile=_TILE)
@@ -70,14 +70,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """The activation of a contiguous tensor of any size."""
+    """Return the activation of a contiguous tensor of any size."""
     out = torch.empty_like(x)
     triton_gelu[(triton.cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), block=_BLOCK)
     return out
 
 
 def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The sum of two contiguous tensors of one shape."""
+    """Return the sum of two contiguous tensors of one shape."""
     out = torch.empty_like(a)
     triton_add[(triton.cdiv(a.numel(), _BLOCK),)](a, b, out, a.numel(), block=_BLOCK)
     return out
@@ -94,11 +94,11 @@ class TritonBlock(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.randn(WIDE, WIDTH) / WIDE**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(32, 64) to (32, 64)."""
+        """Map (32, 64) to (32, 64)."""
         normed = layer_norm(x, self.weight, self.bias)
         return add(x, matmul(gelu(matmul(normed, self.up)), self.down))
 
 
 def build() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """The block and its input."""
+    """Build the block and its input."""
     return TritonBlock().eval(), (torch.randn(ROWS, WIDTH),)

@@ -18,7 +18,7 @@ BY_ARCHITECTURE = [
 
 
 def run(code: str, cache: Path, **variables: str) -> str:
-    """The output of ``code``, with an empty cache of compiled kernels and these environment variables."""
+    """Run ``code`` with an empty cache of compiled kernels and these environment variables; return its output."""
     environment = {**forked.environment(), "TRITON_CACHE_DIR": str(cache), **variables}
     done = forked.run(f"import sys\nassert 'triton' not in sys.modules\n{code}", environment=environment)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
@@ -32,5 +32,5 @@ def interpret(setup: str, cases: Mapping[str, str], cache: Path) -> None:
 
 
 def interpreted(code: str, cache: Path) -> str:
-    """The output of ``code`` in Triton's interpreter."""
+    """Run ``code`` in Triton's interpreter, and return its output."""
     return run(f"import quick_interpreter\nquick_interpreter.install()\n{code}", cache, TRITON_INTERPRET="1")

@@ -21,7 +21,7 @@ class TritonError:
     code: int = INTERNAL
 
     def message(self) -> str:
-        """What went wrong."""
+        """Return what went wrong."""
         return self.text
 
 
@@ -33,11 +33,11 @@ class Tensor:
         self._array = array
 
     def name(self) -> str:
-        """Its name in the model."""
+        """Return the tensor's name in the model."""
         return self._name
 
     def as_numpy(self) -> np.ndarray:
-        """The values."""
+        """Return the values."""
         return self._array
 
 
@@ -49,7 +49,7 @@ class InferenceRequest:
         self._names = list(requested_output_names)
 
     def requested_output_names(self) -> list[str]:
-        """The outputs that the client asks for."""
+        """Return the outputs that the client asks for."""
         return self._names
 
 
@@ -61,14 +61,14 @@ class InferenceResponse:
         self._error = error
 
     def output_tensors(self) -> list[Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return self._outputs
 
     def error(self) -> TritonError | None:
-        """The error, or None."""
+        """Return the error, or None."""
         return self._error
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
-    """The input of that name, if the client gave it."""
+    """Return the input of that name, if the client gave it."""
     return request._inputs.get(name)

@@ -8,12 +8,12 @@ from nimblert.plan import Plan
 
 
 def verdicts(plan: Plan) -> set[Verdict]:
-    """The verdicts of the golden record on a plan's outputs in poisoned memory."""
+    """Return the verdicts of the golden record on a plan's outputs in poisoned memory."""
     return _verdicts(plan, nimblert.load(plan, poison=True))
 
 
 def unchecked_verdicts(plan: Plan) -> set[Verdict]:
-    """The same for a plan that `load` refuses because its commands race."""
+    """Return the same for a plan that `load` refuses because its commands race."""
     return _verdicts(plan, Executable(plan, poison=True))
 
 

@@ -49,7 +49,7 @@ class Eager:
         self.seed, self.offset, self.calls = seed, offset, calls
 
     def __call__(self, x: Tensor, y: Tensor) -> float:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         with Draws(torch.tensor(self.seed), torch.tensor(self.offset)) as draws:
             value = loss(self.model(x), y)
         (value / CALLS).backward()

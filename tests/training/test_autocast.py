@@ -33,7 +33,7 @@ entries = cache(autocast_steps.step)
 
 @cache
 def train(name: str, *, exported: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """The step of NAME, and its first state."""
+    """Build the step of NAME, and its first state."""
     module, given = entries(name)["train"]
     if exported:
         module.load_state_dict(train(name, exported=False)[1])
@@ -49,7 +49,7 @@ class Direct:
         self.module.load_state_dict(first)
 
     def __call__(self, seed: int) -> np.ndarray:
-        """The loss of a batch, before the step."""
+        """Return the loss of a batch, before the step."""
         with torch.no_grad():
             return self.module(*batch(seed))["loss"].float().numpy()
 
@@ -58,7 +58,7 @@ class Direct:
         self.module.state_dict()[name].copy_(torch.as_tensor(value))
 
     def state(self) -> dict[str, np.ndarray]:
-        """All of it."""
+        """Return all of the state."""
         return {name: tensor.numpy().copy() for name, tensor in self.module.state_dict().items()}
 
 

@@ -35,7 +35,7 @@ def _compiling(gpu_compiler: "GpuCompiler") -> None:
 
 
 def run(exe: nimblert.Executable, seed: int) -> np.ndarray:
-    """The loss of a batch, before the step."""
+    """Return the loss of a batch, before the step."""
     return np.asarray(exe(*(tensor.numpy() for tensor in autocast_steps.batch(seed)), entry="train"))
 
 

@@ -28,7 +28,7 @@ def _changed(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _step(rate: float = 0.1) -> None:
-    """Of norms of two images, which amplify what they are given; the gradient of a bias before a norm is zero."""
+    """Make a step of norms of two images, which amplify; the gradient of a bias before a norm is zero."""
     torch.manual_seed(0)
     layers = [(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(8)]
     model = nn.Sequential(*(layer for each in layers for layer in each), nn.Linear(16, 3))
@@ -111,7 +111,7 @@ class _Shift(nn.Module):
 
 
 def _amplifying_step() -> None:
-    """Of tiny features that a batch norm makes 1e10 times larger, and with them the rounding errors of gradients.
+    """Make a step of tiny features that a batch norm makes 1e10 times larger, with the gradients' rounding errors.
 
     The graph rounds the gradients of a batch norm otherwise than the framework's kernel, which amounts to 1e-7 here.
     """

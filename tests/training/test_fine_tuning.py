@@ -35,14 +35,14 @@ def classifier() -> nn.Sequential:
 
 
 def head_alone() -> nn.Module:
-    """The rest is frozen, and its norms use the statistics that they have."""
+    """Freeze all but the head; the frozen norms use the statistics that they have."""
     model = classifier()
     model[:-1].requires_grad_(False).eval()
     return model
 
 
 def middle_frozen() -> nn.Module:
-    """Gradients pass through what is frozen; a norm in training mode goes on with its statistics."""
+    """Freeze the middle, which gradients pass through; a norm in training mode goes on with its statistics."""
     model = classifier()
     model[3].requires_grad_(False)
     model[1].weight.requires_grad_(False)
@@ -59,7 +59,7 @@ class Tied(nn.Module):
         self.scores.weight = self.words.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        """Scores for each word, as a loss takes them."""
+        """Score each word, as a loss takes the scores."""
         scores: Tensor = self.scores(torch.tanh(self.layer(self.words(words))))
         return scores.flatten(0, 1)
 
@@ -91,7 +91,7 @@ def assert_trains_as(
     optimizer: torch.optim.Optimizer,
     batch: Callable[[int], tuple[Tensor, Tensor]],
 ) -> None:
-    """The same losses as eager, step after step."""
+    """Check that a step gives the same losses as eager, step after step."""
     for seed in range(STEPS):
         x, y = batch(seed)
         found = exe(x.numpy(), y.numpy(), entry="train")
@@ -212,7 +212,7 @@ class Changing(nn.Linear):
         self.other = nn.Linear(6, 5).requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores that depend on what is changed."""
+        """Return scores that depend on what is changed."""
         with torch.no_grad():
             self.change(self)
         scores: Tensor = super().forward(x + self.mean) + self.other(x)
@@ -246,7 +246,7 @@ class Doubled(nn.Linear):
     """Writes into a result that it reads its weight for, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores by three times the weight."""
+        """Return scores by three times the weight."""
         weight = self.weight * 2
         weight += self.weight
         return functional.linear(x, weight, self.bias)

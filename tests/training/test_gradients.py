@@ -89,7 +89,7 @@ def drawn(shape: tuple[int, ...]) -> Tensor:
 
 
 def weighed(y: Tensor) -> Tensor:
-    """A sum in which each element of a result counts otherwise."""
+    """Return a sum in which each element of a result counts otherwise."""
     return (y * torch.linspace(0.5, 1.5, y.numel()).reshape(y.shape)).sum()
 
 
@@ -121,7 +121,7 @@ class All(nn.Module):
         self.given = nn.ParameterList(drawn(shape) for shape, _ in FUNCTIONS.values())
 
     def forward(self, scale: Tensor) -> Tensor:
-        """The weighed sum of each result, scaled."""
+        """Return the weighed sum of each result, scaled."""
         pairs = zip(self.given, FUNCTIONS.values(), strict=True)
         return torch.stack([weighed(function(x * scale)) for x, (_, function) in pairs])
 

@@ -22,7 +22,7 @@ Batch = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def images() -> nn.Module:
-    """Convolutions and norms, which passes fold for inference."""
+    """Chain convolutions and norms, which passes fold for inference."""
     return nn.Sequential(
         *(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
         *(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4), nn.Hardswish(), nn.MaxPool2d(2)),
@@ -41,7 +41,7 @@ class Tokens(nn.Module):
         self.wide, self.narrow = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of each sequence."""
+        """Score each sequence."""
         x = self.embedding(tokens)
         parts = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.mixed(self.first(x)).chunk(3, -1))
         x = x + nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)

@@ -21,7 +21,7 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def state_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Of a step that none was taken of."""
+    """Return the state of a step that was never taken."""
     given = torch.ones(2, 3, dtype=next(model.parameters()).dtype), torch.tensor([0, 1])
     module, _ = nimblec.training_step(model, lambda y, t: loss(y.float(), t), optimizer, given)["train"]
     return {name: as_array(tensor) for name, tensor in module.state_dict().items()}
@@ -33,7 +33,7 @@ def small() -> nn.Linear:
 
 @cache
 def kept_by_adam() -> dict[str, Any]:
-    """The state of a step of a small model by Adam."""
+    """Return the state of a step of a small model by Adam."""
     model = small()
     return state_of(adam(model), model)
 

@@ -22,7 +22,7 @@ pytest_plugins = ("gpu_compile",)
 
 
 def trained(plan: Plan) -> dict[str, np.ndarray]:
-    """The losses of five steps, and the state after them."""
+    """Return the losses of five steps, and the state after them."""
     with nimblert.load(plan, poison=True) as executable:
         batch = [tensor.numpy() for tensor in training_steps.deep_batch()]
         losses = [np.asarray(executable(*batch, entry="train")) for _ in range(5)]
@@ -34,7 +34,7 @@ def train_program(plan: Plan) -> Program:
 
 
 def launch_count(plan: Plan) -> int:
-    """The number of launches in the train program, each node of one counted."""
+    """Return the number of launches in the train program, each node of one counted."""
     program = train_program(plan)
     return sum(len(parts_of(plan, command)) for command in program.commands if isinstance(command, Launch))
 

@@ -113,7 +113,7 @@ class Attention(nn.Linear):
     """Attention with dropout within."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a sequence."""
+        """Map a sequence."""
         return nn.functional.scaled_dot_product_attention(*[super().forward(x)[None, None]] * 3, dropout_p=0.5)[0, 0]
 
 
@@ -121,7 +121,7 @@ class OwnGenerator(nn.Linear):
     """Noise of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """With noise."""
+        """Add noise."""
         return super().forward(x) + torch.empty(4, 2).uniform_(generator=torch.Generator())
 
 
@@ -129,7 +129,7 @@ class Checkpointed(nn.Linear):
     """Dropout that runs again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """With dropout."""
+        """Apply dropout."""
         found: Tensor = checkpoint(nn.functional.dropout, super().forward(x).sin(), use_reentrant=False)
         return found.sin()
 

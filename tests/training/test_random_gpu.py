@@ -40,12 +40,12 @@ def _seeded() -> None:
 
 
 def run(exe: nimblert.Executable, seed: int) -> np.ndarray:
-    """The loss of a batch, before the step."""
+    """Return the loss of a batch, before the step."""
     return np.asarray(exe(*(tensor.numpy() for tensor in random_steps.batch(seed)), entry="train"))
 
 
 def differences(exe: nimblert.Executable, eager: Eager) -> dict[str, object]:
-    """What differs in the states, by name: by how much at most, and in how many elements.
+    """Return what differs in the states, by name: by how much at most, and in how many elements.
 
     What an optimizer keeps may have zeros of either sign: a plan begins with zeros where eager begins with nothing.
     """
@@ -62,7 +62,7 @@ def differences(exe: nimblert.Executable, eager: Eager) -> dict[str, object]:
 
 
 def compare(exe: nimblert.Executable, eager: Eager, seeds: range) -> None:
-    """Steps of both, bit by bit, and how far the generator is after each."""
+    """Compare steps of both, bit by bit, and how far the generator is after each."""
     for seed in seeds:
         before = {key: int(exe.state[f"generator.{key}"]) for key in ("seed", "offset")}
         start = torch.cuda.get_rng_state().numpy().view(np.int64).tolist()
@@ -76,7 +76,7 @@ def compare(exe: nimblert.Executable, eager: Eager, seeds: range) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_holds_torchs_own_kernels(gpu_compiler: "GpuCompiler", name: str) -> None:
-    """For each op that draws, and no arithmetic of Philox."""
+    """The plan has torch's own kernel for each op that draws, and none that computes Philox."""
     plan = gpu_compiler.plan(f"random_steps:{name}")
     program = next(program for program in plan.programs if program.name == "train")
     ops = [program.ops[command.op].name for command in program.commands if isinstance(command, Launch)]

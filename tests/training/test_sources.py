@@ -43,7 +43,7 @@ def step(**how: Any) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def phases(sources: Sequence[str]) -> dict[str, set[str]]:
-    """The phases of each layer."""
+    """Return the phases of each layer."""
     found: dict[str, set[str]] = {}
     for at in (at for source in sources for at in places(source)):
         found.setdefault(at.layer, set()).add(at.phase.value)

@@ -28,27 +28,27 @@ class GpuGenerator:
         self.state = {"seed": 0, "offset": 0}
 
     def manual_seed(self, seed: int) -> None:
-        """And an offset of zero."""
+        """Set the seed, and an offset of zero."""
         assert 0 <= seed < 1 << 64
         self.state |= {"seed": seed, "offset": 0}
 
     def set_offset(self, offset: int) -> None:
-        """As torch checks it."""
+        """Set the offset, checked as torch checks it."""
         assert offset % 4 == 0
         self.state["offset"] = offset
 
     def get_offset(self) -> int:
-        """How far it is."""
+        """Return how far the generator is."""
         return self.state["offset"]
 
     def graphsafe_get_state(self) -> "GpuGenerator":
-        """Another one with this state."""
+        """Return another generator that shares this state."""
         other = GpuGenerator()
         other.state = self.state
         return other
 
     def graphsafe_set_state(self, other: "GpuGenerator") -> None:
-        """The state of another one, not a copy."""
+        """Share the state of another generator; do not copy it."""
         self.state = other.state
 
 
@@ -72,7 +72,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.fixture
 def default(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuGenerator]:
-    """The default generator of a GPU."""
+    """Yield the default generator of a GPU."""
     found = GpuGenerator()
     found.manual_seed(5)
     found.set_offset(400)
@@ -107,14 +107,14 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @cache
 def deep_entries() -> dict[str, Any]:
-    """The entries of the deep model, which tests copy."""
+    """Return the entries of the deep model, which tests copy."""
     model = Deep().double()
     torch.manual_seed(SEED)
     return nimblec.training_step(model, loss, optimizer(model), batch(0))
 
 
 def deep_step() -> Writing:
-    """A step of the deep model that lets torch draw."""
+    """Return a step of the deep model that lets torch draw."""
     module = copy.deepcopy(deep_entries()["train"][0])
     assert isinstance(module, Writing)
     module.let_torch_draw()

@@ -50,7 +50,7 @@ class Eager:
         self.dtype = dtype
 
     def step(self, seed: int) -> np.ndarray:
-        """The loss before it."""
+        """Return the loss before the step."""
         images, labels = (tensor.cuda() for tensor in training_steps.batch(seed))
         self.optimizer.zero_grad()
         value = nn.functional.cross_entropy(self.model(images.to(self.dtype)), labels)
@@ -59,7 +59,7 @@ class Eager:
         return value.detach().cpu().numpy()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Parameters and statistics by the plan's names."""
+        """Return parameters and statistics by the plan's names."""
         return {f"model.{key}": tensor.cpu().numpy() for key, tensor in self.model.state_dict().items()}
 
 

@@ -86,7 +86,7 @@ Step = Callable[[int], tuple[Any, Callable[[str], Any]]]
 
 
 def assert_trains_as(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-    """The same losses, parameters and buffers as eager, step after step."""
+    """Check that a step gives eager's losses, parameters and buffers, step after step."""
     for seed in range(STEPS):
         found, state = step(seed)
         assert close(found, eager_step(model, optimizer, seed, **options))
@@ -114,7 +114,7 @@ def inputs(exe: Executable) -> list[str]:
 
 
 def trains_as_pytorch_does(model: nn.Module, loss: Loss, inputs: Sequence[Tensor], y: Tensor, rtol: float) -> None:
-    """In three steps of a plan for the CPU."""
+    """Check that three steps of a plan for the CPU train as PyTorch does."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = nimblec.training_step(model, loss, optimizer, (tuple(inputs), y))
     with nimblert.load(nimblec.compile({"train": step["train"]}, target="cpu", streams=1)) as exe:
@@ -140,7 +140,7 @@ def test_a_step_is_the_optimizers(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a step whose gradients are clipped."""
+    """Write the plan of a step whose gradients are clipped."""
     model = network()
     step = nimblec.training_step(model, loss, OPTIMIZERS["SGD"](model), batch(0), clip_norm=0.5)
     path = tmp_path_factory.mktemp("training") / "train.plan"
@@ -180,7 +180,7 @@ class Recurrent(nn.Module):
         self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores by the first two rows of each image."""
+        """Score images by their first two rows."""
         return self.rest(self.steps(x[:, 0, :2])[0][:, -1])
 
 
@@ -192,7 +192,7 @@ class ImagesOfChannelsLast(nn.Module):
         self.convolution = nn.Conv2d(4, 5, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of images of four channels, their last axis."""
+        """Score images of four channels, their last axis."""
         return self.convolution(x.permute(0, 3, 1, 2)).mean((2, 3))
 
 
@@ -338,7 +338,7 @@ class Reading(nn.Linear):
     """Reads a value of a tensor in Python."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the two, by a value."""
+        """Choose one of the two by a value."""
         y = super().forward(x)
         return y if float(y.sum()) > 0 else -y
 
@@ -401,7 +401,7 @@ class Keeping(nn.Linear):
     last: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum."""
         last, self.last = self.last, super().forward(x)
         return self.last + (last.detach() if isinstance(last, Tensor) else last)
 
@@ -425,7 +425,7 @@ class Seen(nn.Linear):
     seen: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The result."""
+        """Return the result."""
         self.seen = super().forward(x)
         return self.seen
 
@@ -439,7 +439,7 @@ class FromZeros(nn.Module):
         self.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of rows of three numbers."""
+        """Score rows of three numbers."""
         scores: Tensor = self.layer(x[:, None], torch.zeros(1, len(x), 4))[0][:, 0]
         return scores * self.mask
 
@@ -504,7 +504,7 @@ class Bytes(nn.Module):
         self.table = torch.linspace(-1.0, 1.0, 15).reshape(5, 3)
 
     def forward(self, image: Tensor, token: Tensor) -> Tensor:
-        """Of images (n x 3 x 4) and tokens (n)."""
+        """Map images (n x 3 x 4) and tokens (n)."""
         known = functional.one_hot(token, 5).to(torch.float32) @ self.table
         scores: Tensor = self.linear(image.flatten(1).float() / 255) + known
         scores += torch.ones(3, dtype=torch.float32)
@@ -516,7 +516,7 @@ class Rounding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         ctx.save_for_backward(x, weight)
         return x.float() @ weight.float()
 
@@ -540,7 +540,7 @@ class Casting(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of rows of four numbers."""
+        """Map rows of four numbers."""
         scores: Tensor = self.linear(x)
         if self.how == "checkpointed":
             again: Tensor = checkpoint(lambda t: functional.gelu(t.float() * 2), scores, use_reentrant=False)
@@ -578,7 +578,7 @@ class Causal(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of tokens (n x 5 x 8)."""
+        """Map tokens (n x 5 x 8)."""
         result: Tensor = self.transformer(x, x, src_mask=self.mask, tgt_mask=self.mask)
         return result
 

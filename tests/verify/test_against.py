@@ -47,7 +47,7 @@ CONSTANTS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Convolutions that ONNX Runtime fuses and lays out in blocks, of as many bytes as before; then a head."""
+    """Write convolutions that ONNX Runtime fuses and lays out in blocks of as many bytes, and a head."""
     nodes = [
         node("Conv", ["x", "w1"], ["c1"], name="conv1", pads=[1] * 4),
         node("BatchNormalization", ["c1", "scale", "shift", "mean", "var"], ["b1"], name="norm1"),
@@ -80,7 +80,7 @@ def lines(out: str, name: str) -> list[str]:
 
 
 def changed_weight(plan: Path, path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """A copy of a plan with another weight."""
+    """Return a copy of a plan with another weight."""
     opened = read_plan(plan)
     (index,) = [i for i, weight in enumerate(opened.weights) if weight.name == name]
     weight = opened.weights[index]
@@ -223,7 +223,8 @@ def test_plans_of_the_gpu_name_nodes_by_operator_and_name(tmp_path: Path) -> Non
     sine, cosine = plan.programs[0].ops
     ops = (replace(sine, source="Sin 's'"), replace(cosine, source="Cos '-> y'"))
     described = replace(plan, programs=(replace(plan.programs[0], ops=ops),))
-    assert compare(described, path).agreeing == 0  # a plan of the CPU names them otherwise
+    # A plan of the CPU names its nodes otherwise.
+    assert compare(described, path).agreeing == 0
     model = model_file.load(path)
     with executable.load(described) as loaded:
         loaded.plan = replace(described, target=Target.CUDA)

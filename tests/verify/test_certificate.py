@@ -28,7 +28,7 @@ def found(program: Program, claim: ScheduleRecord) -> list[str]:
 
 
 def positions(dag: Dag, schedule: Schedule) -> tuple[int, ...]:
-    """The certificate of the graph, in the order in which the schedule issues it."""
+    """Return the certificate of the graph, in the order in which the schedule issues it."""
     return tuple(sorted(schedule.order.index(task) for task in certificate(dag)))
 
 

@@ -38,7 +38,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def making(weight: Tensor) -> Program:
-    """A refit that copies its input to where a weight lies."""
+    """Return a refit that copies its input to where a weight lies."""
     start = Pointer(region=Region.INPUT, index=0, offset=0)
     copy = Memcpy(stream=0, op=0, dst=weight.pointer, src=start, nbytes=NBYTES)
     inputs = (replace(weight, pointer=start),)
@@ -74,7 +74,7 @@ def weights_at(offset: int) -> Pointer:
 
 
 def offset_of(plan: Plan, refit: int) -> int:
-    """Where w lies (0), or v (1)."""
+    """Return where w lies (0), or v (1)."""
     if refit:
         (command,) = plan.refits[1].commands
         assert isinstance(command, Memcpy)

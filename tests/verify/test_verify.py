@@ -1,4 +1,4 @@
-"""Each rule of `verify.problems`: a sound plan breaks none, one planted mistake breaks the one meant."""
+"""Rules of `verify.problems`: a sound plan breaks none, each planted mistake breaks the rule that it is meant for."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +67,7 @@ def command(index: int, **changes: object) -> Change:
 
 
 def pointed(launch: int, relocation: int, param_offset: int, region: Region, **where: int) -> Change:
-    """Another relocation in place of one of a launch."""
+    """Replace a relocation of a launch by another."""
 
     def change(plan: Plan) -> Plan:
         relocations = list(plan.programs[0].commands[launch].relocations)
@@ -86,13 +86,13 @@ def schedule(**changes: object) -> Change:
 
 
 def candidate(**changes: object) -> Change:
-    """The only schedule that was tried, a sound one but for the changes."""
+    """Return the only schedule that was tried, a sound one but for the changes."""
     sound = Candidate(policy="1", stream_count=1, sync_count=0, arena_nbytes=0)
     return schedule(candidates=(replace(sound, **changes),))
 
 
 def inserted(index: int, new: Command) -> Change:
-    """One more command."""
+    """Insert one more command."""
 
     def change(plan: Plan) -> Plan:
         commands = list(plan.programs[0].commands)
@@ -351,7 +351,7 @@ CPU_MISTAKES = [
 
 
 def case_name(value: object) -> str:
-    """The first sentence that is expected names a case."""
+    """Name a case after the first sentence that is expected."""
     return value[0].split(",")[0] if isinstance(value, list) else ""
 
 

@@ -149,7 +149,8 @@ def _map(address: int, nbytes: int) -> None:
     try:
         call("cuMemMap", address, nbytes, 0, memory, 0)
     finally:
-        call("cuMemRelease", memory)  # a mapping keeps it
+        # The mapping keeps the memory.
+        call("cuMemRelease", memory)
     try:
         call("cuMemSetAccess", address, nbytes, [access], 1)
     except CudaError:
@@ -191,7 +192,7 @@ class BumpAllocator:
         self._zones.append(self.resident)
 
     def zone_pair(self) -> tuple[Zone, Zone, int]:
-        """Two zones for two captures, and the distance of their first allocations.
+        """Return two zones for two captures, and the distance of their first allocations.
 
         Its low 32 bits are not zero: else an int beside half of a stale pointer would look like an
         address that moved.
@@ -262,7 +263,7 @@ class Shift:
         self._shift = shift
 
     def locate(self, in_first: int, in_second: int) -> tuple[int, int] | None:
-        """(allocation, offset) that a word points to, from its values in two captures.
+        """Return the (allocation, offset) that a word points to, from its values in two captures.
 
         The offset may be negative or beyond the end: a biased pointer. None for a word that did not
         move like any allocation.

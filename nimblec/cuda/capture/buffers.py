@@ -79,7 +79,7 @@ class BufferTable:
         return None
 
     def output(self, where: ByteRange) -> Span | None:
-        """As `span`, for a tensor that the model returns."""
+        """Return the span of a tensor that the model returns, as `span` does."""
         found = self.span(where)
         if found is not None:
             self._outputs.add(found.allocation)

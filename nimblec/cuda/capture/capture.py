@@ -244,7 +244,8 @@ def capture(
                     seeing.enter_context(recorder)
                 result = run(sources.set)
         except BaseException as exc:
-            with suppress(RuntimeError):  # report the first error; torch aborts on a graph left open
+            # The first error is reported; torch aborts on a graph left open.
+            with suppress(RuntimeError):
                 graph.capture_end()
             if isinstance(exc, RuntimeError):
                 raise TraceError(describe_failure(exc, sources)) from exc

@@ -203,6 +203,7 @@ def _moved(section: NamedSection, section_at: dict[int, int], symbol_at: dict[in
     elif header.flags & SHF_EXECINSTR:
         info = info & ~0xFFFFFF | symbol_at[info & 0xFFFFFF]
     elif header.type == SHT_SYMTAB:
-        info = sum(old < info for old in symbol_at)  # first global, or past the last local: as the linker had it
+        # The info of a symbol table is the index of its first global symbol.
+        info = sum(old < info for old in symbol_at)
     header = header._replace(link=section_at[header.link], info=info)
     return replace(section, header=header, content=content)

@@ -1,10 +1,8 @@
 """Collect the machine code that the driver loads, through CUPTI's callbacks.
 
-CUPTI hands the final cubin of every module to a resource callback; driver API callbacks around it
-tell which CUmodule or CUlibrary that cubin became. A process can have one subscription, made before
-anything initialises CUDA: so captures run in a worker process of their own.
-Source: CUPTI documentation, "Callback API"; structures from cupti_callbacks.h and
-generated_cuda_meta.h of CUDA 13.
+CUPTI hands the final cubin of every module to a resource callback; driver callbacks around it tell which CUmodule or
+CUlibrary that cubin became. A process has one subscription, made before CUDA is initialised, so captures run in a
+worker process. Source: CUPTI documentation, "Callback API"; cupti_callbacks.h and generated_cuda_meta.h of CUDA 13.
 """
 
 import ctypes
@@ -138,7 +136,7 @@ def _pair(images: dict[int, bytes], handle: int, digest: bytes | None) -> None:
 
 
 def _elf_nbytes(address: int) -> int:
-    """Size of the ELF image at ``address`` from its header tables, 0 if it is something else."""
+    """Return the size of the ELF image at ``address`` from its header tables, 0 if it is something else."""
     if not address or ctypes.string_at(address, 4) != _ELF_MAGIC:
         return 0
     header = ctypes.string_at(address, _ELF_HEADER_NBYTES)

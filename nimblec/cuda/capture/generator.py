@@ -61,7 +61,7 @@ class GeneratorMemory:
 def find_memory(
     zone: Zone, begun: Sequence[int], state: Sequence[int | None], read: Callable[[int, int], bytes]
 ) -> GeneratorMemory:
-    """The memory of a generator with the seed `MARK`, whose capture began with the allocations ``begun`` in ``zone``.
+    """Find the memory of a generator with seed `MARK`; its capture began with the allocations ``begun`` in ``zone``.
 
     ``state`` are the allocations of the state's seed and offset, None for one that was not found; ``read`` reads device
     memory by address and size. Raises GeneratorError for other allocations or contents than expected.

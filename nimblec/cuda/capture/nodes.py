@@ -138,7 +138,7 @@ def forget_functions() -> None:
 
 @cache
 def _describe(func: int, kern: int) -> Function:
-    """A node names its code by ``func``, ``kern`` or both."""
+    """Describe the function of a node, which names its code by ``func``, ``kern`` or both."""
     driver = bindings()
     library = 0
     if kern:

@@ -181,7 +181,8 @@ class ModelRecorder:
         try:
             return self._record()
         except GeneratorError as exc:
-            why = str(exc)  # not the exception, whose traceback keeps the captures alive
+            # The exception's traceback would keep the captures alive.
+            why = str(exc)
         self._compute_random_numbers(why)
         return self._record()
 
@@ -200,7 +201,8 @@ class ModelRecorder:
         cropped = self._model.cropped
         memory = self._generator_memory(first)
         if first.regions:
-            self._run(self._model)  # the captured graph would make one trip of each loop, and take all branches
+            # The captured graph makes one trip of each loop, and takes all branches.
+            self._run(self._model)
         else:
             self._replay(first)
         note_mutations(first_zone, self._residents)
@@ -289,7 +291,7 @@ class ModelRecorder:
         return self._capture(zone)
 
     def _generator_memory(self, captured: Capture) -> GeneratorMemory | None:
-        """The memory of torch's generator in a capture that was not replayed yet, and of the state in its place."""
+        """Return the memory of torch's generator in a capture not yet replayed, and of the state in its place."""
         if self._generator is None:
             return None
         place = self._generator.find()

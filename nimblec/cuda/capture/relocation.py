@@ -26,14 +26,10 @@ class RelocatedParams:
 class Relocator:
     """Classifies the 8-byte words of parameter buffers.
 
-    A word that moved like an allocation is a pointer to it. Any other byte that differs is padding with stale stack
-    contents, and becomes zero (the bytes beside it may be a one-byte number). A word that did not move is a number,
-    unless it is the address of an ``earlier`` allocation, or of memory that CUDA knows and the allocator does not.
-
-    A stale pointer in padding need not move: torch's kernels for strided tensors take an array for 25 axes, most of it
-    as the stack was. So the allocator's memory is never that of a library, and an address of another model's weight is
-    a number unless the op has a tensor there. Pointers to the memory of a ``generator`` become pointers to the state in
-    its place.
+    A word that moved like an allocation is a pointer to it. Any other byte that differs is stale padding, and becomes
+    zero. A word that did not move is a number, unless it is the address of an ``earlier`` allocation, or of memory that
+    CUDA knows and the allocator does not. The address of another model's weight may be stale, too: it is a number
+    unless the op has a tensor there. Pointers to a ``generator`` become pointers to the state that replaces it.
     """
 
     def __init__(
@@ -74,6 +70,7 @@ class Relocator:
                 continue
             if target is not None:
                 targets.append((8 * i, target))
+            if target is not None or self._is_stale(int(a[i]), int(b[i])):
                 kept[8 * i : 8 * i + 8] = 0
         pointed = tuple(targets) if self._generator is None else self._generator.replaced(targets)
         return RelocatedParams(params=kept.tobytes(), targets=pointed)
@@ -88,6 +85,13 @@ class Relocator:
                 f"it uses device memory at {first:#x} that torch did not allocate: allocate it as a tensor of torch"
             )
         return target
+
+    def _is_stale(self, first: int, second: int) -> bool:
+        """Return whether a word that is no pointer to device memory is an address on the heap or a stack.
+
+        No kernel can use it: it stands in padding, and another compilation may have another one there.
+        """
+        return first == second and self._foreign.is_of_process(first)
 
     def _classify(self, first: int, second: int, declared: Container[int] | None) -> Target | None:
         if first != second:

@@ -46,7 +46,7 @@ class Resident:
 def find_residents(
     root: object, inputs: Iterable[tuple[str, torch.Tensor]], known: Collection[int] = ()
 ) -> list[Resident]:
-    """Every non-empty storage on the device of a tensor in this process, sorted by address, except the ``known`` ones.
+    """Return the non-empty storages of tensors on the device, sorted by address, except the ``known`` ones.
 
     Python's garbage collector knows all tensors, including those that a module keeps in plain
     attributes, or torch.compile in its own tables. Tensors of recordings are left out.
@@ -59,7 +59,8 @@ def find_residents(
     tensors: dict[int, list[torch.Tensor]] = {}
     for tensor in _device_tensors():
         if id(tensor) in views:
-            continue  # another recording's view of a storage as bytes describes nothing
+            # A view of a storage as bytes, from another recording, describes nothing.
+            continue
         tensors.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     return [
         _resident(sharing, given.get(address) or names.get(address) or f"constant_{n}", is_input=address in given)
@@ -108,12 +109,13 @@ def _device_tensors() -> list[torch.Tensor]:
 
 
 def storages() -> frozenset[int]:
-    """Identities of the storages on the device, which survive a move."""
+    """Return the identities of the storages on the device, which survive a move."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in _device_tensors())
 
 
 def _names(root: object) -> dict[int, str]:
-    root = uncompiled(root)  # the wrapper's names begin otherwise
+    # The names of torch.compile's wrapper begin otherwise.
+    root = uncompiled(root)
     if not isinstance(root, torch.nn.Module):
         return {}
     named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))

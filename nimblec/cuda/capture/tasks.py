@@ -171,7 +171,7 @@ class _TaskReader:
         return Task(op=op, work=work, reads=tuple(map(access, reads)), writes=tuple(map(access, writes)))
 
     def _accesses(self, op: _Launched, touched: dict[Allocation, None]) -> tuple[list[Span], list[Span]]:
-        """The reads and writes of a kernel: those tensors of its op that it has a pointer to.
+        """Return what a kernel reads and writes: those tensors of its op that it has a pointer to.
 
         Any other memory that it points to is the op's own scratch; for an opaque op all memory is.
         """

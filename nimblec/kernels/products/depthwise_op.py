@@ -17,7 +17,7 @@ from nimblec.kernels.shapes import Convolution, ceil_div
 
 
 def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
-    """Weights (out channels, 1, height, width) as (tiles of them, taps, block_c), zeros past the edge."""
+    """Pack weights (out channels, 1, height, width) as (tiles of them, taps, block_c), zeros past the edge."""
     channels, taps = weight.shape[0], weight[0].numel()
     tiles = ceil_div(channels, tiling.block_c)
     padded = functional.pad(weight.reshape(channels, taps), (0, 0, 0, tiles * tiling.block_c - channels))
@@ -37,7 +37,7 @@ def depthwise_launch(
     trigger: str,
     prologue: Prologue = NO_PROLOGUE,
 ) -> Launch:
-    """Writes the convolution of ``x`` to ``out`` (rows, channels in their memory order)."""
+    """Return the launch that writes the convolution of ``x`` to ``out`` (rows, channels in their memory order)."""
     return Launch(
         template="nimblec.kernels.products.depthwise_template:depthwise",
         blocks=tiling.blocks(shape),

@@ -45,7 +45,7 @@ def depthwise(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x (pixels, channels), weight (tiles of out channels, taps, block_c), residual and out (rows, out channels)."""
+    """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual; out is (rows, channels)."""
     if TRIGGER == "early":
         gdc_launch_dependents()
     TILES_C: tl.constexpr = (OUT_CHANNELS + BLOCK_C - 1) // BLOCK_C

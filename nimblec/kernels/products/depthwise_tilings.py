@@ -15,12 +15,12 @@ class DepthwiseTiling(PixelTiling):
     """The division of a depthwise convolution."""
 
     def blocks(self, shape: Convolution) -> int:
-        """How many blocks are launched."""
+        """Return how many blocks are launched."""
         return self.blocks_over(shape.rows, shape.out_channels)
 
 
 def depthwise_candidates(shape: Convolution, gpu: GPU, *, limit: int = 5) -> list[DepthwiseTiling]:
-    """At most ``limit`` tilings, those of about two blocks per multiprocessor and little work past the edges first."""
+    """Return at most ``limit`` tilings, first those with about two blocks per multiprocessor and little edge waste."""
     found = []
     for block_c in (16, 32, 64, 128):
         for block_m in (4, 8, 16, 32, 64):

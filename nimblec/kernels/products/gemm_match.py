@@ -82,7 +82,7 @@ def requests(module: fx.GraphModule) -> Iterator[ProductRequest]:
 
 
 def matches(rewriter: Rewriter) -> Iterator[ProductRequest]:
-    """As `requests`, each made from the graph as it is when the iterator reaches it."""
+    """Yield the requests of `requests`, each made from the graph as it is when the iterator reaches it."""
     shares = _shares(rewriter)
     for head in shares.heads:
         request = _request(rewriter, head, shares)
@@ -194,7 +194,7 @@ def arithmetic_of(dtype: torch.dtype, library: Any) -> Arithmetic:
 
 
 def _is_served(rewriter: Rewriter, node: fx.Node, bias: fx.Node | None) -> bool:
-    """Whether dtype and bias are supported; the bias is contiguous, and constant, as it is read before the wait."""
+    """Return whether dtype and bias are supported; a bias is contiguous and, as it is read early, constant."""
     if fake(node).dtype not in DTYPES or not fake(node).numel():
         return False
     if bias is None:
@@ -256,5 +256,5 @@ def _is_like(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _strides(images: Tensor) -> tuple[int, ...]:
-    """The strides of the kernels' results; torch sometimes chooses others for images of one pixel or one channel."""
+    """Return the strides of the kernels' results; torch may choose others for images of one pixel or one channel."""
     return torch.empty_like(images, device="meta", memory_format=torch.channels_last).stride()

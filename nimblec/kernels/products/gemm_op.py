@@ -1,13 +1,10 @@
 """Convolutions and products as torch ops: `nimblec.kernels.launch` says what an op is.
 
 ``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
-tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`).
-
-Results are new memory, except for `convolution_into`, which writes its result to ``out``, part of the
-channels of larger images. ``counters`` is written by the kernel and is zero again when it ends; calls
-that may run concurrently need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`;
-scale, shift, gate and ``before``, an activation, are a `nimblec.kernels.reference.Prologue`; ``arithmetic``
-is an `Arithmetic`.
+tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). `convolution_into` writes to ``out``, part of
+the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of their own.
+``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
+`nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence
@@ -57,7 +54,7 @@ def convolution_launch(
     norm: RowNorm | None = None,
     out_moments: Tensor | None = None,
 ) -> Launch:
-    """Writes the convolution of ``x`` to ``out``, rows of ``shape.out_stride`` elements in memory.
+    """Return the launch that writes the convolution of ``x`` to ``out``, in rows of ``shape.out_stride`` elements.
 
     In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
     columns must be a multiple of ``block_n``.
@@ -213,7 +210,7 @@ def _linear(x: Tensor, *given: Any, **how: Any) -> Prepared[Tensor]:
 
 
 def _new_moments(out: Tensor, tiling: Tiling) -> Tensor:
-    """Memory for the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
+    """Allocate the moments of ``out`` (rows, columns), in parts as wide as a tile, which must divide a row evenly."""
     rows, columns = out.shape
     assert columns % tiling.block_n == 0, f"{columns} columns are no multiple of {tiling.block_n}"
     return out.new_empty((columns // tiling.block_n, 2, rows), dtype=torch.float32)

@@ -37,13 +37,13 @@ class RowNorm:
 
 
 def moments_of(values: Tensor, width: int) -> Tensor:
-    """The moments (parts, 2, rows), in float32, of parts of ``width`` columns each of ``values`` (rows, columns)."""
+    """Compute moments (parts, 2, rows), in float32, of parts of ``width`` columns of ``values`` (rows, columns)."""
     parts = values.float().unflatten(1, (-1, width))
     return torch.stack([parts.sum(2), parts.square().sum(2)]).permute(2, 0, 1).contiguous()
 
 
 def as_multiplied(x: Tensor, dtype: torch.dtype, arithmetic: str) -> Tensor:
-    """``x`` as the kernels multiply it: as TF32, tensor cores ignore the last 13 bits of float32."""
+    """Return ``x`` as the kernels multiply it: as TF32, tensor cores ignore the last 13 bits of float32."""
     if dtype is torch.float32 and arithmetic == "tf32":
         return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
     return x.float()

@@ -117,7 +117,7 @@ def framework(request: ProductRequest, pool: Pool, length: int) -> Timed:
     values[before.nodes[-1]] = evaluate(before.nodes, values)
 
     def call(n: int) -> object:
-        """Requests that share a prologue share its cost: only every ``sharers``-th call computes it."""
+        """Call the kernel; compute a prologue that ``sharers`` requests share only in every ``sharers``-th call."""
         pays = n % before.sharers == 0
         return evaluate(request.nodes if pays else rest, values | {request.weight: copies[n]})
 

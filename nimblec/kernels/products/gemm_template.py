@@ -3,25 +3,17 @@
 # ruff: noqa: C901, PLR0912, PLR0915 - one kernel; branches are taken while it is compiled
 """The Triton kernel of convolutions and small matrix products: an implicit matrix product with a split sum.
 
-Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width,
-channels), as the channels lie last. The blocks that share a tile leave their sums in float32 in a
-workspace; the last one to arrive adds them up in their fixed order, so that the result does not
-depend on the order of arrival, and finishes the tile.
+Rows are output pixels, columns output channels; the sum runs over (kernel height, kernel width, channels). Blocks that
+share a tile leave float32 sums in a workspace; the last block to arrive adds them in a fixed order, so that the result
+does not depend on the order of arrival.
 
-Numbers are float16, bfloat16 or float32. Tensor cores read float32 as TF32 (``PRECISION`` "tf32": the
-lower 13 bits are ignored). For all bits ("tf32x3") each factor is the sum of two such numbers, and three
-of their four products are added up, each step's by itself before it joins the sum, as tensor cores cut
-off what they add (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
+Tensor cores ignore the lower 13 bits of float32 (``PRECISION`` "tf32"). For all bits ("tf32x3") each factor is split in
+two and three of the four products are added (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
+Cores", 2022).
 
-A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero.
-
-Rows of a product may be normalised, by layer norm or RMS norm, without materialising them: the kernel
-that makes them leaves ``moments`` of each tile's part of a row: its sum and its sum of squares, in float32,
-which loses less by their difference than rows of 11 bits have lost when they were rounded. As
-``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``, only the sum is corrected; weights include
-the norm's own, the bias the product of its bias.
-
-`nimblec.kernels.device` says how it starts early and waits.
+A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero. The kernel that
+computes the rows may also leave ``moments`` of each tile's part of a row, its sum and sum of squares, for a norm that
+is never materialised: ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``.
 """
 
 import triton
@@ -75,7 +67,7 @@ def convolution(
     PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x (pixels, channels), weight in tiles, bias (out channels,), residual and out (rows, out channels).
+    """Convolve x (pixels, channels) with weight in tiles; add bias (out channels,) and residual (rows, out channels).
 
     Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
     prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
@@ -136,7 +128,8 @@ def convolution(
     if TRIGGER == "late":
         gdc_launch_dependents()
 
-    if residual_ptr is not None and SPLIT_K == 1:  # asked for now, there by the time that the sum is
+    # The load runs while the sum is computed.
+    if residual_ptr is not None and SPLIT_K == 1:
         residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
     if NORM != "none":
         parts = tl.arange(0, triton.next_power_of_2(PARTS))
@@ -217,7 +210,7 @@ def convolution(
 
 @triton.jit
 def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr):
-    """The product of normalised rows out of that of the rows, whose moments are ``sums`` and ``squares``."""
+    """Derive the product of normalised rows from the rows' product and their moments ``sums`` and ``squares``."""
     mean = tl.sum(sums, 1) * (1.0 / COLUMNS)
     if NORM == "rms":
         mean = tl.zeros_like(mean)
@@ -228,7 +221,7 @@ def correct(total, sums, squares, weight_sums, COLUMNS: tl.constexpr, EPS: tl.co
 
 @triton.jit
 def store_moments(moments_ptr, values, rows, ROWS: tl.constexpr):
-    """The sum of each row of ``values``, then the sum of its squares."""
+    """Store the sum of each row of ``values``, then the sum of its squares."""
     values = values.to(tl.float32)
     tl.store(moments_ptr + rows, tl.sum(values, 1), mask=rows < ROWS)
     tl.store(moments_ptr + ROWS + rows, tl.sum(values * values, 1), mask=rows < ROWS)

@@ -35,17 +35,17 @@ class Tiling(NumberedTiling):
         return ceil_div(shape.rows, self.block_m), ceil_div(shape.out_channels, self.block_n)
 
     def steps(self, shape: Convolution) -> int:
-        """How many steps of ``block_k`` the whole sum has."""
+        """Return how many steps of ``block_k`` the whole sum has."""
         return ceil_div(shape.depth, self.block_k)
 
     def blocks(self, shape: Convolution) -> int:
-        """How many blocks are launched."""
+        """Return how many blocks are launched."""
         down, across = self.tiles(shape)
         return down * across * self.split_k
 
 
 def shared_budget(gpu: GPU) -> int:
-    """Bytes of shared memory for the loads of one block, which leave room for a block of the next kernel."""
+    """Return the bytes of shared memory for the loads of one block that leave room for a block of the next kernel."""
     return gpu.shared_per_multiprocessor // 2 - 4 * KIB
 
 
@@ -58,7 +58,7 @@ def candidates(
     splits: Sequence[int] = SPLITS,
     alike: int = 5,
 ) -> list[Tiling]:
-    """At most ``limit`` tilings, the most promising first, at most ``alike`` with the same tiles of the result.
+    """Return at most ``limit`` tilings, the most promising first, at most ``alike`` with the same tiles of the result.
 
     ``itemsize``: bytes of an element; ``splits``: the numbers of blocks that may share a sum.
     """
@@ -67,7 +67,7 @@ def candidates(
 
 
 def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
-    """Rough microseconds: what the busiest multiprocessor reads, computes and writes, and the merging of split sums.
+    """Estimate microseconds: what the busiest multiprocessor reads, computes and writes, and merging split sums.
 
     The launch itself is not included. Tensor cores multiply elements of twice the size at half the rate. Float32 in
     three products takes 1.3 to 2 times as long as estimated; the order is still useful.

@@ -24,17 +24,17 @@ class _Split(Protocol):
 
 
 def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
-    """Tiles of the weights (out channels, in channels, height, width) of a convolution; see `pack_rows`."""
+    """Cut the weights (out channels, in channels, height, width) of a convolution into tiles; see `pack_rows`."""
     return pack_rows(weight.permute(0, 2, 3, 1).flatten(1), tiling)
 
 
 def pack_linear(weight: Tensor, tiling: Tiling) -> Tensor:
-    """Tiles of the right matrix (depth, columns) of a product; see `pack_rows`."""
+    """Cut the right matrix (depth, columns) of a product into tiles; see `pack_rows`."""
     return pack_rows(weight.t(), tiling)
 
 
 def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:
-    """(columns, depth) cut into tiles: (tiles across, tiles deep, block_n, block_k), zeros past the edges."""
+    """Cut (columns, depth) into tiles: (tiles across, tiles deep, block_n, block_k), zeros past the edges."""
     columns, depth = weight.shape
     across, deep = ceil_div(columns, tiling.block_n), ceil_div(depth, tiling.block_k)
     padded = functional.pad(weight, (0, deep * tiling.block_k - depth, 0, across * tiling.block_n - columns))
@@ -46,7 +46,7 @@ CUT_OFF = 2**-11 / (2 * log(2))
 
 
 def for_tensor_cores(weight: Tensor) -> Tensor:
-    """Weights (float32) that tensor cores multiply as TF32.
+    """Prepare float32 weights for tensor cores, which multiply them as TF32.
 
     They cut off the last 13 bits of both factors, so that each layer's result comes out smaller by the
     same factor, and a deep network's by percents. So weights are rounded here, and scaled up by what
@@ -63,7 +63,7 @@ def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
 
 
 def counters(tiles: int, device: torch.device) -> Tensor:
-    """How many blocks of each tile have arrived: zeros before and after each launch."""
+    """Allocate a counter per tile of the blocks that have arrived, zero before and after each launch."""
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 

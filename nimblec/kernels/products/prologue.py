@@ -80,7 +80,7 @@ def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Prol
 
 
 def _gated(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> PrologueMatch | None:
-    """``x * gate``, the last step of a prologue."""
+    """Match ``x * gate``, the last step of a prologue."""
     if before is not None or not is_call(node, aten.mul.Tensor) or len(node.all_input_nodes) < 2:
         return None
     images, channels = fake(node).shape[:2]

@@ -54,7 +54,7 @@ def _is_read_by(readers: Collection[fx.Node], images: fx.Node) -> bool:
 
 
 def _shared(request: ProductRequest) -> object:
-    """What siblings have in common: the call except for its weights, and the activation after it."""
+    """Return what siblings have in common: the call except for its weights, and the activation after it."""
     head = request.head
     given = bound(head) | {"weight": request.shape.kernel, "bias": request.bias is None}
     return head.target, request.dtype, request.activation, tuple(map(str, given.values()))

@@ -28,7 +28,7 @@ class Cut:
     arithmetic: str
 
     def pointers(self, tiles: int, device: torch.device) -> dict[str, Tensor | None]:
-        """Memory in which blocks that share a tile leave their sums, and its counters."""
+        """Return the memory in which blocks that share a tile leave their sums, and its counters."""
         split, size = self.tiling.split_k, self.tiling.block_m * self.tiling.block_n
         return shared_sums(split, tiles, size, self.counters, device)
 
@@ -54,7 +54,7 @@ def scale(dtype: torch.dtype, arithmetic: str) -> float:
 def shared_sums(
     split: int, tiles: int, size: int, counters: Tensor | None, device: torch.device
 ) -> dict[str, Tensor | None]:
-    """Memory for the sums, of ``size`` numbers each, of ``split`` blocks per tile; none where ``split`` is 1."""
+    """Allocate the sums of ``split`` blocks per tile, ``size`` numbers each; none where ``split`` is 1."""
     if split == 1:
         return {"partials_ptr": None, "counters_ptr": None}
     partials = torch.empty((tiles * split, size), dtype=torch.float32, device=device)
@@ -71,7 +71,7 @@ def images_launch(
     out: Tensor,
     is_gradient: bool,
 ) -> Launch:
-    """Writes to ``out`` the convolution of ``source``, or where ``source`` is a gradient, the images' gradient."""
+    """Return the launch that writes the convolution of ``source``, or the images' gradient from it, to ``out``."""
     product = image_product(shape) if is_gradient else shape
     tiles = prod(cut.tiling.tiles(product))
     of_channel, of_result = 1, shape.depth
@@ -110,7 +110,7 @@ def depthwise_images_launch(
     trigger: str,
     is_gradient: bool,
 ) -> Launch:
-    """As `images_launch`, where each channel is made of one, with weights (channels, 1, height, width)."""
+    """Return a launch as `images_launch` does, for depthwise weights (channels, 1, height, width)."""
     return Launch(
         template=f"{_TEMPLATES}:depthwise_images",
         blocks=tiling.blocks(image_product(shape) if is_gradient else shape),
@@ -141,7 +141,7 @@ def _images_settings(shape: Convolution, source: Tensor, out: Tensor, *, is_grad
 
 
 def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:
-    """Writes the gradient of the weights to ``out``, from images ``x`` and the gradient of their convolution."""
+    """Return the launch that writes the weights' gradient to ``out``, from images ``x`` and their results' gradient."""
     tiles = prod(cut.tiling.tiles(weight_product(shape)))
     return Launch(
         template=f"{_TEMPLATES}:weights",
@@ -162,7 +162,7 @@ def depthwise_weights_launch(
     counters: Tensor | None,
     trigger: str,
 ) -> Launch:
-    """As `weights_launch`, for depthwise weights."""
+    """Return a launch as `weights_launch` does, for depthwise weights."""
     tiles, size = prod(tiling.tiles(shape)), tiling.places(shape) * tiling.block_c
     return Launch(
         template=f"{_TEMPLATES}:depthwise_weights",

@@ -127,17 +127,17 @@ def _cut(counters: Tensor | None, tiling: Sequence[int], trigger: str, arithmeti
 
 
 def _pairs(window: Sequence[int]) -> list[Sequence[int]]:
-    """Stride, padding and dilation, each a pair."""
+    """Return stride, padding and dilation, each as a pair."""
     return [window[n : n + 2] for n in (0, 2, 4)]
 
 
 def _new(like: Tensor, *size: int) -> Tensor:
-    """Uninitialised memory for images or weights, channels last."""
+    """Allocate images or weights, channels last."""
     return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def _dense(weight: Tensor) -> Tensor:
-    """Weights channels last, as the kernels read them; a copy only as in `channels_last`."""
+    """Return weights channels last, as the kernels read them; copy only as `channels_last` does."""
     return weight.contiguous(memory_format=torch.channels_last)
 
 

@@ -3,13 +3,10 @@
 # ruff: noqa: PLR0915 - branches are taken while they are compiled
 """Triton kernels of convolutions whose weights change from step to step, and of their gradients.
 
-Images lie channels last. All but depthwise ones are implicit matrix products with a split sum: as in
-`nimblec.kernels.products.gemm_template`, but weights lie as torch has them and are read after the wait, as the kernel
-before may write them. At small images a library's kernels fill few multiprocessors, above all those of
-the gradient of weights, whose sum runs over all pixels of a batch: it is split until they are full.
-
-Tensor cores cut off the last 13 bits of float32 factors, so each product comes out smaller by the same
-part on average; ``SCALE`` makes up for it.
+Images lie channels last. All but depthwise ones are implicit matrix products with a split sum as in
+`nimblec.kernels.products.gemm_template`, but on weights as torch has them, read after the wait, since the kernel before
+may write them. The gradient of weights sums over all pixels of a batch, and is split until it fills the GPU. ``SCALE``
+compensates for the bits of float32 factors that tensor cores cut off.
 """
 
 import triton
@@ -53,7 +50,7 @@ def images(
     PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Images (rows, out channels), of source (pixels, channels): a convolution, or the gradient of its images.
+    """Compute images (rows, out channels) from source (pixels, channels): a convolution, or its images' gradient.
 
     Rows are pixels of the result, columns its channels, bias (out channels,); the sum runs over (kernel height, kernel
     width, channels of the source). The strides of weight are of its tap, of the source's channel and of the column.
@@ -158,7 +155,7 @@ def weights(
     PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """The gradient of weights (out channels, kernel height, kernel width, channels).
+    """Compute the gradient of weights (out channels, kernel height, kernel width, channels).
 
     Of x (pixels, channels) and the gradient (rows, out channels) of what the convolution made of it; the sum runs
     over the gradient's rows.
@@ -238,7 +235,7 @@ def depthwise_images(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Images (rows, channels), of which each channel is made of the same channel of source (pixels, channels).
+    """Compute images (rows, channels), each channel from the same channel of source (pixels, channels).
 
     Weights are (channels, kernel height, kernel width); otherwise as `images`, without tensor cores.
     """
@@ -308,7 +305,7 @@ def depthwise_weights(
     SPLIT_K: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """The gradient of weights (channels, kernel height, kernel width) of which each reads one channel.
+    """Compute the gradient of depthwise weights (channels, kernel height, kernel width).
 
     Otherwise as `weights`; a block sums some channels over a part of the rows, ``BLOCK_M`` at a time.
     """
@@ -356,13 +353,13 @@ def depthwise_weights(
 
 @triton.jit
 def first_tap(place, STRIDE: tl.constexpr, PADDING: tl.constexpr, IS_GRADIENT: tl.constexpr):
-    """Where a result's window has its first tap; for a gradient, where a window begins that has it at this place."""
+    """Return where a result's window has its first tap; for a gradient, where the window begins that has it here."""
     return place + PADDING if IS_GRADIENT else place * STRIDE - PADDING
 
 
 @triton.jit
 def pixel(image, y, x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, APART_H: tl.constexpr, APART_W: tl.constexpr):
-    """The number of a pixel, and whether there is one: images have pixels at multiples of the distances alone."""
+    """Return the number of a pixel and whether it exists: images have pixels only at multiples of the distances."""
     is_inside = (y >= 0) & (x >= 0)
     if APART_H > 1:
         is_inside = is_inside & (y % APART_H == 0)

@@ -30,7 +30,7 @@ class DepthwiseSum(NumberedTiling):
 
     @staticmethod
     def places(shape: Convolution) -> int:
-        """Sums of a channel: one for each of its weights, rounded up to a power of two."""
+        """Return how many sums a channel has: one for each of its weights, rounded up to a power of two."""
         return next_power_of_2(prod(shape.kernel))
 
     def tiles(self, shape: Convolution) -> Pair:
@@ -38,16 +38,16 @@ class DepthwiseSum(NumberedTiling):
         return 1, ceil_div(shape.out_channels, self.block_c)
 
     def blocks(self, shape: Convolution) -> int:
-        """How many blocks are launched."""
+        """Return how many blocks are launched."""
         return prod(self.tiles(shape)) * self.split_k
 
     def sums(self, shape: Convolution) -> int:
-        """How many sums a thread holds."""
+        """Return how many sums a thread holds."""
         return self.places(shape) * self.block_m * self.block_c // (32 * self.num_warps)
 
 
 def image_product(shape: Convolution) -> Convolution:
-    """The product of the images' gradient: a row for each pixel of the images, over taps and results' channels."""
+    """Return the product of the images' gradient: a row for each pixel, over taps and results' channels."""
     return Convolution(
         batch=shape.batch * shape.height * shape.width,
         height=shape.kernel[0],
@@ -64,17 +64,17 @@ def weight_product(shape: Convolution) -> Convolution:
 
 
 def forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
-    """Tilings for the convolution itself."""
+    """Return tilings for the convolution itself."""
     return _wide_and_narrow(shape, gpu, itemsize)
 
 
 def image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
-    """Tilings for the gradient of its images."""
+    """Return tilings for the gradient of a convolution's images."""
     return _wide_and_narrow(image_product(shape), gpu, itemsize)
 
 
 def weight_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[Tiling]:
-    """Tilings for the gradient of its weights."""
+    """Return tilings for the gradient of a convolution's weights."""
     return _wide_and_narrow(weight_product(shape), gpu, itemsize)
 
 
@@ -89,7 +89,7 @@ def _wide_and_narrow(shape: Convolution, gpu: GPU, itemsize: int) -> list[Tiling
 
 
 def depthwise_forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[DepthwiseTiling]:
-    """Tilings for a depthwise convolution itself.
+    """Return tilings for a depthwise convolution itself.
 
     A thread computes some channels of one, two or four pixels: it reads their weights, which lie apart, only once.
     """
@@ -111,12 +111,12 @@ def depthwise_forward_candidates(shape: Convolution, gpu: GPU, *, itemsize: int)
 
 
 def depthwise_image_candidates(shape: Convolution, gpu: GPU, *, itemsize: int) -> list[DepthwiseTiling]:
-    """Tilings for the gradient of its images."""
+    """Return tilings for the gradient of a depthwise convolution's images."""
     return depthwise_forward_candidates(image_product(shape), gpu, itemsize=itemsize)
 
 
 def depthwise_weight_candidates(shape: Convolution, gpu: GPU) -> list[DepthwiseSum]:
-    """Tilings for the gradient of depthwise weights, those of about two blocks per multiprocessor first."""
+    """Return tilings for the gradient of depthwise weights, first those with about two blocks per multiprocessor."""
 
     def cost(tiling: DepthwiseSum) -> tuple[float, list[int]]:
         steps = ceil_div(shape.rows, tiling.block_m * tiling.split_k)

@@ -26,7 +26,7 @@ def attention_launch(
     scale: float,
     trigger: str,
 ) -> Launch:
-    """Writes the attention to ``out`` (batch, queries, heads, value size), contiguous."""
+    """Return the launch that writes the attention to ``out`` (batch, queries, heads, value size), contiguous."""
     return Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
         blocks=tiling.blocks(shape),

@@ -71,7 +71,8 @@ def use_triton_attention(
     strides = output_strides(module)
     rewriter = Rewriter(module)
     found = [(request, tiling) for request in requests(module) if (tiling := choose(request)) is not None]
-    for request, tiling in reversed(found):  # a later request may read a value that an earlier one replaces
+    # A later request may read a value that an earlier one replaces.
+    for request, tiling in reversed(found):
         at = request.node
         result = call(request, tiling, trigger).put(rewriter, at=at)
         rewriter.replace(at, rewriter.call(aten.transpose.int, result, 1, 2, at=at))
@@ -134,7 +135,7 @@ def _is_served(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> b
 
 
 def _uncopied(node: fx.Node) -> fx.Node:
-    """The same values before they were copied into another layout: the kernel reads any strides."""
+    """Return the values before they were copied into another layout: the kernel reads any strides."""
     best = source = node
     while is_call(source, *_COPIES):
         copied = argument(source, 0)

@@ -68,7 +68,7 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _strides(x: Tensor) -> Strides:
-    """Strides, zero for axes of length 1, where they do not matter."""
+    """Return the strides, zero for axes of length 1, where they do not matter."""
     a, b, c, d = (stride if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
     return a, b, c, d
 

@@ -3,11 +3,9 @@
 # ruff: noqa: C901, PLR0912, PLR0915, SIM108 - one kernel; branches are taken while it is compiled
 """The Triton kernel of attention for short sequences: softmax(queries keys^T scale + mask) values.
 
-A block computes some queries of one head and walks over the keys with a running maximum and sum
-(Dao et al., FlashAttention, 2022); where one step takes all keys it is a plain softmax. Queries, keys
-and values are read through any strides, so that the result of one product that computes all three is
-read where it lies. Float32 is multiplied in three products, as `nimblec.kernels.products.gemm_template` says.
-All it reads may come from the kernel before it, so it waits first (`nimblec.kernels.device`).
+A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
+FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides. All
+that a block reads may come from the kernel before, so it waits first (`nimblec.kernels.device`).
 """
 
 import triton
@@ -53,7 +51,7 @@ def attention(
     STAGES: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of query (batch, heads, queries, size), out (batch, queries, heads, value size) without gaps.
+    """Attend with query (batch, heads, queries, size); write out (batch, queries, heads, value size) without gaps.
 
     Key and value have a head for each ``GROUP`` heads of the query. A mask of bits says which keys are
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
@@ -125,7 +123,8 @@ def attention(
         if CAUSAL:
             scores = tl.where(columns[None, :] <= rows[:, None], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        if mask_ptr is not None:  # a step or a row without any key: no difference of infinities
+        # A step or a row without any key would subtract infinities.
+        if mask_ptr is not None:
             shift = tl.where(higher == float("-inf"), 0.0, higher)
         else:
             shift = higher
@@ -147,7 +146,7 @@ def attention(
 
 @triton.jit
 def _load(pointers, is_row, is_column, ROWS_LEFT: tl.constexpr, COLUMNS_LEFT: tl.constexpr):
-    """A tile with zeros past the edges, if it has any."""
+    """Load a tile with zeros past the edges, if it has any."""
     if ROWS_LEFT and COLUMNS_LEFT:
         tile = tl.load(pointers, mask=is_row & is_column, other=0.0)
     elif ROWS_LEFT:

@@ -25,11 +25,11 @@ class AttentionTiling(NumberedTiling):
     num_stages: int = 2
 
     def blocks(self, shape: Attention) -> int:
-        """How many blocks are launched."""
+        """Return how many blocks are launched."""
         return shape.batch * shape.heads * ceil_div(shape.queries, self.block_m)
 
     def steps(self, shape: Attention) -> int:
-        """How many steps over the keys the longest block takes."""
+        """Return how many steps over the keys the longest block takes."""
         return ceil_div(shape.read_keys, self.block_n)
 
 
@@ -39,7 +39,7 @@ def padded(size: int) -> int:
 
 
 def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize: int = 2) -> list[AttentionTiling]:
-    """At most ``limit`` tilings, the most promising first, at most two that differ only in warps and stages.
+    """Return at most ``limit`` tilings, the best first, at most two that differ only in warps and stages.
 
     ``itemsize``: bytes of an element.
     """
@@ -47,7 +47,7 @@ def attention_candidates(shape: Attention, gpu: GPU, *, limit: int = 6, itemsize
 
 
 def estimate(shape: Attention, tiling: AttentionTiling, *, gpu: GPU) -> float:
-    """Rough microseconds: latency and products of each step, for each wave of blocks."""
+    """Estimate microseconds: latency and products of each step, for each wave of blocks."""
     turns = ceil_div(tiling.blocks(shape), gpu.multiprocessors)
     steps = tiling.steps(shape)
     width = (padded(shape.size) + padded(shape.value_size)) * tiling.block_n
@@ -77,7 +77,7 @@ def _all(shape: Attention, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]
 
 
 def _staged(shape: Attention, cut: AttentionTiling, gpu: GPU, itemsize: int) -> Iterator[AttentionTiling]:
-    """Tilings with stages: one step loads through registers, several through shared memory, some steps ahead."""
+    """Yield the tiling with its numbers of stages: one step loads through registers, several through shared memory."""
     width = padded(shape.size) + padded(shape.value_size)
     steps = cut.steps(shape)
     if steps == 1:

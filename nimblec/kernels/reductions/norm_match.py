@@ -104,7 +104,7 @@ def _shape(x: fx.Node, *, rms: bool) -> Norm:
 
 
 def _written_out(rewriter: Rewriter, root: fx.Node) -> NormRequest | None:
-    """``x * rsqrt(mean(x ** 2) + eps) * weight``, cast to float32 before and back after, as models write it."""
+    """Match ``x * rsqrt(mean(x ** 2) + eps) * weight``, cast to float32 before and back after, as models write it."""
     found = _root_mean_square(rewriter, root)
     scaled = only_user(root)
     if found is None or scaled is None or not is_call(scaled, aten.mul.Tensor) or not fake(scaled).numel():
@@ -136,7 +136,7 @@ def _written_out(rewriter: Rewriter, root: fx.Node) -> NormRequest | None:
 
 
 def _root_mean_square(rewriter: Rewriter, root: fx.Node) -> tuple[fx.Node, float, tuple[fx.Node, ...]] | None:
-    """(x, eps, the calls between) where the argument of ``root`` is the mean of x ** 2 over the last axis, + eps."""
+    """Return (x, eps, the calls between) where ``root`` is taken of the mean of x ** 2 over the last axis, + eps."""
     (total,) = root.all_input_nodes
     found = shifted(rewriter, total)
     if found is None or only_user(total) is not root:

@@ -28,7 +28,7 @@ def norm_launch(
     eps: float,
     trigger: str,
 ) -> Launch:
-    """Writes the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous."""
+    """Return the launch of the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous."""
     return Launch(
         template="nimblec.kernels.reductions.norm_template:norm",
         blocks=ceil_div(shape.rows, tiling.block_r),

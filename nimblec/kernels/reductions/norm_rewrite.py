@@ -30,7 +30,8 @@ def use_triton_norms(
     them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
-    for request in reversed(list(requests(module))):  # a later request may read a value that an earlier one replaces
+    # A later request may read a value that an earlier one replaces.
+    for request in reversed(list(requests(module))):
         tiling = choose(request)
         if tiling is not None:
             _replace(rewriter, request, tiling, trigger)
@@ -66,7 +67,7 @@ def call(request: NormRequest, tiling: NormTiling, trigger: Trigger) -> Call:
 
 
 def framework(_request: NormRequest, _pool: Pool, _length: int) -> None:
-    """None: the alternative is a generated kernel, and only the whole plan shows the gain."""
+    """Return None: the alternative is a generated kernel, and only the whole plan shows the gain."""
 
 
 NORM: Family[NormRequest, NormTiling] = Family(

@@ -28,7 +28,7 @@ def norm(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x, residual, sum and out (rows, columns) without gaps, weight and bias (columns,); sum is x + residual."""
+    """Normalise rows of x or, with a residual, of sum = x + residual; arrays are (rows, columns) without gaps."""
     if TRIGGER == "early":
         gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -50,7 +50,8 @@ def norm(
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + offsets, rounded, mask=mask)
-        x = rounded.to(tl.float32)  # the numbers that others read
+        # Readers of the sum see it rounded, and so does the norm.
+        x = rounded.to(tl.float32)
     if not RMS:
         mean = tl.sum(x, 1) / COLUMNS
         x = tl.where(is_column[None, :], x - mean[:, None], 0.0)

@@ -33,7 +33,7 @@ class NormTiling(NumberedTiling):
 
 
 def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling]:
-    """At most ``limit`` tilings, the most promising first by numbers per thread and warps per multiprocessor."""
+    """Return at most ``limit`` tilings, the best first by numbers per thread and warps per multiprocessor."""
     found = []
     for block_r in (1, 2, 4, 8):
         for num_warps in (1, 2, 4, 8):

@@ -156,7 +156,7 @@ def _whole(calls: tuple[fx.Node, ...], x: fx.Node) -> PoolRequest:
 
 
 def _is_laid(request: PoolRequest) -> bool:
-    """Whether the kernels' result has the calls' strides: torch's vary for images of one pixel or one channel."""
+    """Return whether the kernels' result has the strides of torch's, which vary for images of one pixel or channel."""
     result = fake(request.result)
     return bool(result.numel()) and result.stride() == _strides(result, channels_last=request.channels_last)
 

@@ -31,7 +31,7 @@ def pool_launch(
     activation: str,
     trigger: str,
 ) -> Launch:
-    """Writes the maxima or averages of windows of ``x`` to ``out`` (rows, channels in their memory order)."""
+    """Return the launch that pools windows of ``x`` to ``out`` (rows, channels in their memory order)."""
     assert kind in KINDS, f"{kind} is none of {KINDS}"
     return Launch(
         template="nimblec.kernels.reductions.pool_template:pool",
@@ -51,7 +51,7 @@ def pool_launch(
 
 
 def mean_launch(shape: Means, tiling: PoolTiling, *, x: Tensor, out: Tensor, activation: str, trigger: str) -> Launch:
-    """Writes the mean over the pixels of ``x`` to ``out`` (images, channels)."""
+    """Return the launch that writes the mean over the pixels of ``x`` to ``out`` (images, channels)."""
     return Launch(
         template="nimblec.kernels.reductions.pool_template:mean",
         blocks=shape.images * ceil_div(shape.channels, tiling.block_c),

@@ -30,7 +30,8 @@ def use_triton_pools(
     them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
-    for request in reversed(list(requests(module))):  # a later request may read a value that an earlier one replaces
+    # A later request may read a value that an earlier one replaces.
+    for request in reversed(list(requests(module))):
         tiling = choose(request)
         if tiling is None:
             continue

@@ -67,7 +67,7 @@ class Means:
 
 
 def lies_channels_last(x: Tensor) -> bool:
-    """Whether images (batch, channels, height, width) lie channels last, possibly as part of larger ones' channels."""
+    """Return whether images lie channels last, possibly as part of the channels of larger images."""
     if x.is_contiguous():
         return x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] > 1
     try:
@@ -78,7 +78,7 @@ def lies_channels_last(x: Tensor) -> bool:
 
 
 def means_of(x: Tensor) -> Means:
-    """The geometry for images that lie channels last or contiguous; contiguous ones count as channels of one image."""
+    """Return the geometry for channels-last or contiguous images; contiguous ones count as channels of one image."""
     batch, channels, height, width = x.shape
     pixels = height * width
     if not lies_channels_last(x):

@@ -39,7 +39,7 @@ def pool(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x (pixels, channels), ``PIXEL_STRIDE`` elements from pixel to pixel, and out (rows, channels).
+    """Pool x (pixels, channels), ``PIXEL_STRIDE`` elements from pixel to pixel, to out (rows, channels).
 
     ``KIND`` is "max" or "average": of ``DIVISOR`` pixels where that is not 0, else of those of the window that lie
     in the images ("average"), or in the images and their padding ("padded average"). A maximum is NaN where one
@@ -109,7 +109,7 @@ def mean(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Of x (images, pixels, channels), by its strides, and out (images, channels) without gaps."""
+    """Average the pixels of x (images, pixels, channels), by its strides, to out (images, channels) without gaps."""
     if TRIGGER == "early":
         gdc_launch_dependents()
     TILES_C: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C

@@ -20,7 +20,7 @@ class PoolTiling(PixelTiling):
 
 
 def pool_candidates(shape: Pooling, gpu: GPU) -> list[PoolTiling]:
-    """Six tilings at most, those of about two blocks per multiprocessor and little work past the edges first."""
+    """Return at most six tilings, first those with about two blocks per multiprocessor and little edge waste."""
     widest = next_power_of_2(shape.channels)
     widths = [width for width in (8, 16, 32, 64, 128) if width <= widest] or [widest]
     found = (tiling for width in widths for tiling in _tall(width))
@@ -28,7 +28,7 @@ def pool_candidates(shape: Pooling, gpu: GPU) -> list[PoolTiling]:
 
 
 def _tall(block_c: int) -> Iterator[PoolTiling]:
-    """Tilings of two to eight numbers per thread, or one to four for a single channel."""
+    """Yield tilings of two to eight numbers per thread, or one to four for a single channel."""
     least, most = (2, 8) if block_c > 1 else (1, 4)
     for block_m in (4, 8, 16, 32, 64, 128, 256, 512):
         for num_warps in (1, 2, 4, 8):
@@ -37,7 +37,7 @@ def _tall(block_c: int) -> Iterator[PoolTiling]:
 
 
 def mean_candidates(shape: Means, gpu: GPU, *, itemsize: int = 2) -> list[PoolTiling]:
-    """Six tilings at most, by a rough model of the time; ``itemsize``: bytes of an element."""
+    """Return at most six tilings, by a rough model of the time; an element has ``itemsize`` bytes."""
 
     def cost(tiling: PoolTiling) -> tuple[float, list[int]]:
         blocks = shape.images * ceil_div(shape.channels, tiling.block_c)
@@ -54,7 +54,7 @@ def mean_candidates(shape: Means, gpu: GPU, *, itemsize: int = 2) -> list[PoolTi
 
 
 def _of_means(shape: Means) -> Iterator[PoolTiling]:
-    """Tilings of 4 to 64 numbers per thread, less than twice as long and wide as the images, and a small one."""
+    """Yield tilings of 4 to 64 numbers per thread, less than twice as long and wide as the images, and a small one."""
     for block_m in (16, 32, 64, 128, 256, 512, 1024, 2048):
         for block_c in (1, 2, 4, 8, 16, 32, 64, 128):
             is_beyond = block_m >= 2 * max(shape.pixels, 16) or block_c >= 2 * shape.channels

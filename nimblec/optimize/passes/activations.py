@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def fuse_activations(module: fx.GraphModule) -> None:
-    """``relu`` or tanh-approximated ``gelu`` of an ``addmm`` becomes `aten._addmm_activation`.
+    """Fuse ``relu`` or tanh-approximated ``gelu`` of an ``addmm`` into `aten._addmm_activation`.
 
     Reshapes and transposes may lie between them. The exact ``gelu`` has no such epilogue.
     """

@@ -95,7 +95,7 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
 
 
 def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
-    """``node`` as a sum of scores and a mask; the scores are the term that comes from the product."""
+    """Match ``node`` as a sum of scores and a mask; the scores are the term that comes from the product."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
         full = is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
@@ -113,7 +113,7 @@ def _leads_to_product(node: fx.Node) -> bool:
 
 
 def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None:
-    """``node`` as scores some of which a constant condition hides, but not all of a row; there is no other mask."""
+    """Match ``node`` as scores that a constant condition hides in part, never a whole row, without another mask."""
     if is_call(node, aten.where.self):
         keep, scores, fill = (argument(node, n) for n in range(3))
         kept = rewriter.value(keep)
@@ -152,7 +152,7 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
     batch, heads = (1, *scores.shape)[-4:-2]
 
     def split(operand: fx.Node) -> fx.Node:
-        """(batch * heads, a, b) as (batch, heads, a, b)."""
+        """Return (batch * heads, a, b) as (batch, heads, a, b)."""
         wanted = (batch, heads, *fake(operand).shape[1:])
         if is_call(operand, *RESHAPES) and tuple(fake(argument(operand, 0)).shape) == wanted:
             return argument(operand, 0)

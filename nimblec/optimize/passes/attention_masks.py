@@ -77,7 +77,7 @@ def _without_repeats(value: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zero where a boolean mask is True, minus infinity elsewhere; rows begin at aligned places."""
+    """Return zero where a boolean mask is True, minus infinity elsewhere; rows begin at aligned places."""
     *rows, keys = mask.shape
     padded = torch.zeros((*rows, -(-keys // ALIGNMENT) * ALIGNMENT), dtype=dtype, device=mask.device)
     return padded[..., :keys].masked_fill_(mask.logical_not(), -torch.inf)

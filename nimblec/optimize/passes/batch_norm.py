@@ -77,7 +77,7 @@ def _changes(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_
 
 
 def _changes_of_viewed(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """Changes through a view that keeps the channels, as after a linear over more than two axes."""
+    """Return the changes through a view that keeps the channels, as after a linear over more than two axes."""
     axis = None if affine.axis is None else axis_before(node, affine.axis)
     if (axis is None) != (affine.axis is None):
         return None
@@ -86,7 +86,7 @@ def _changes_of_viewed(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine)
 
 
 def _changes_of_parts(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> list[_Change] | None:
-    """Changes through a concatenation along the channels, each part by its slice of the factors."""
+    """Return the changes through a concatenation along the channels, each part by its slice of the factors."""
     parts, axis = bound(node)["tensors"], bound(node)["dim"] % fake(node).dim()
     slices = [affine] * len(parts)
     if affine.axis is not None:
@@ -176,7 +176,7 @@ def _absorbing_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) 
 
 
 def _scale_second_axis(weight: Tensor, values: Tensor, groups: int) -> Tensor:
-    """``weight`` (a * groups, b, ...) times ``values`` (b * groups), each group of rows by its own b of them."""
+    """Multiply ``weight`` (a * groups, b, ...) by ``values`` (b * groups), each group of rows by its own b of them."""
     grouped = weight.double().reshape(groups, -1, *weight.shape[1:])
     return (grouped * values.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
 

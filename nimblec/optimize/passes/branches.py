@@ -88,7 +88,7 @@ def _convolution(rewriter: Rewriter, node: Any) -> _Branch | None:
 
 
 def _affine(rewriter: Rewriter, node: Any, like: _Branch) -> _Branch | None:
-    """Scales and shifts of channels as a 1x1 convolution, of the images and with the groups of ``like``."""
+    """Match scales and shifts of channels as a 1x1 convolution of the images and with the groups of ``like``."""
     old, groups, rank = like.weights.weight, like.geometry["groups"], like.weights.weight.dim() - 2
     if not isinstance(node, fx.Node) or node is like.images or old.shape[0] != old.shape[1] * groups:
         return None

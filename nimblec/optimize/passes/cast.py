@@ -1,11 +1,9 @@
 """Compute a float32 model in half precision; its inputs and outputs keep their dtypes.
 
-Which call runs in which precision follows torch.autocast (`nimblec.optimize.passes.autocast`). Calls on none of
-its lists run in half precision where their arguments are in it. A result of the float32 list stays
-in float32 through the calls after it (a hand-written softmax or RMSNorm) until a matrix product, a
-bounded function, or a call that joins it with half precision: that call still computes in float32,
-and its result is rounded. The same holds for what the model's author cast to float32, for numbers
-made of integers, for squares that are summed and for what is rounded to whole numbers.
+Calls run in the precision that torch.autocast gives them (`nimblec.optimize.passes.autocast`); calls on none of its
+lists follow their arguments. A result of the float32 list stays in float32 until a matrix product, a bounded function,
+or a call that joins it with half precision, which computes in float32 and rounds. So do the author's own casts to
+float32, numbers made of integers, squares that are summed, and what is rounded to whole numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -131,7 +129,7 @@ class _Values:
             self.huge.update([node] if any(map(self.is_huge, parts)) else [])
 
     def in_dtype(self, node: fx.Node, dtype: torch.dtype, at: fx.Node) -> fx.Node:
-        """``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
+        """Return ``node`` in ``dtype``; a cast is made once, before the first call ``at`` that needs it."""
         if fake(node).dtype == dtype:
             return node
         if (node, dtype) not in self.casts:
@@ -145,8 +143,9 @@ class _Values:
         if (constant := self.rewriter.value(node)) is not None:
             return self.rewriter.constant(self._round(constant), at=at)
         if is_widened(node, dtype):
-            return argument(node, 0)  # what it was cast from
-        if is_call(node, aten.expand.default):  # fewer elements to cast
+            return argument(node, 0)
+        # The argument of an expansion has fewer elements to cast.
+        if is_call(node, aten.expand.default):
             return self.rewriter.call(node.target, self.in_dtype(argument(node, 0), dtype, at), *node.args[1:], at=at)
         if node in self.huge and dtype == self.half:
             node = self.rewriter.call(aten.clamp.default, node, -self.most / 2, self.most / 2, at=at)
@@ -186,7 +185,7 @@ class _Modes:
         return _Mode.HALF
 
     def _mode_without_floats(self, node: fx.Node) -> _Mode:
-        """Of constants, integers and bools alone: look-ups run in half precision, arithmetic on integers in float32."""
+        """Return the mode of a call without floats: half precision for look-ups, float32 for arithmetic on integers."""
         if is_call(node, _TO):
             return _Mode.HALF if fake(argument(node, 0)).dtype == torch.bool else _Mode.SINGLE
         counted = is_tagged_pointwise(node) and any(is_integer(fake(n)) for n in node.all_input_nodes)
@@ -206,7 +205,7 @@ class _Modes:
         )
 
     def _holds_other_floats(self, node: fx.Node) -> bool:
-        """Whether float64 or complex tensors are among its arguments and results; a single number does not count."""
+        """Return whether arguments or results are float64 or complex tensors; a single number does not count."""
         dtypes = set(self._values.before[node])
         dtypes.update(dtype for n in node.all_input_nodes for dtype in self._values.before[n] if rank_of(n))
         return any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes)
@@ -312,7 +311,8 @@ class _Caster:
         return (
             all(now == before for now, before in pairs if before != torch.float32)
             and floats[:1] in ([], [result])
-            and {*floats} <= {result, torch.float32}  # statistics of norms
+            # Norms return their statistics in float32.
+            and {*floats} <= {result, torch.float32}
         )
 
     def _attempts(self, node: fx.Node, mode: _Mode) -> Iterator[_Attempt]:
@@ -333,7 +333,7 @@ class _Caster:
         return halves and autocast.name(node) in autocast.ACCUMULATIONS
 
     def _attempt(self, node: fx.Node, dtype: torch.dtype, take: Callable[[fx.Node], fx.Node]) -> _Attempt:
-        """Arguments that were float32 mapped by ``take``, and numbers clamped to what ``dtype`` can hold."""
+        """Return the call with float32 arguments mapped by ``take``, and numbers clamped to the range of ``dtype``."""
         most = self._values.most if autocast.name(node) in autocast.BOUNDS else self._values.most / 2
 
         def argument(value: Any) -> Any:
@@ -349,7 +349,7 @@ class _Caster:
         return _Attempt(args, {name: argument(value) for name, value in node.kwargs.items()}, dtype)
 
     def _stays(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether a constant stays in float32 beside half precision: parameters of batch norms, single numbers."""
+        """Return whether a constant stays in float32 beside half precision: batch norms' parameters, single numbers."""
         if argument.op != "get_attr":
             return False
         is_number = is_tagged_pointwise(node) and not rank_of(argument) and not self._values.is_huge(argument)

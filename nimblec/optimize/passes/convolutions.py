@@ -15,7 +15,7 @@ RANKS = (4, 5)
 
 
 def fuse_convolutions(module: fx.GraphModule) -> None:
-    """``relu(convolution)`` and ``relu(convolution + z)`` become `aten.cudnn_convolution[_add]_relu`.
+    """Fuse ``relu(convolution)`` and ``relu(convolution + z)`` into `aten.cudnn_convolution[_add]_relu`.
 
     A call that cuDNN does not support on this device stays as it was, and so do most grouped convolutions:
     there cuDNN's fused kernels are slower than the plain ones, ten times and more where groups have more
@@ -102,7 +102,8 @@ def _call(
     rewriter: Rewriter, relu: fx.Node, target: Any, given: dict[str, Any], residual: tuple[Any, ...]
 ) -> fx.Node | None:
     bias = given["bias"]
-    if bias is None:  # without one, the call would fill zeros on the device in each run
+    # Without a bias, the call would fill zeros on the device in each run.
+    if bias is None:
         weight = rewriter.value(given["weight"])
         assert weight is not None
         bias = rewriter.constant(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device), at=relu)

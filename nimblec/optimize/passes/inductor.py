@@ -196,7 +196,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Results in memory of their own: generated code returns equal results once, and inputs as they are."""
+    """Give each result its own memory: generated code returns equal results once, and inputs as they are."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     separate = []
     for result in results:

@@ -57,7 +57,7 @@ def _constants(rewriter: Rewriter, given: list[dict[str, Any]], name: str) -> li
 
 
 def _beside(weights: list[Tensor]) -> Tensor:
-    """Matrices (K, N) concatenated by their columns, with the memory order of the first one."""
+    """Concatenate matrices (K, N) by their columns, with the memory order of the first one."""
     if weights[0].stride(0) == 1:
         return torch.cat([w.t() for w in weights]).t()
     return torch.cat(weights, 1)

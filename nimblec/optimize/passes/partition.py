@@ -135,7 +135,7 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
 
 
 def _is_read(value: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    """Whether anything outside its region reads the next value of a state, other than the output that returns it."""
+    """Return whether a reader outside its region reads a state's next value, except the output that returns it."""
     output = value.graph.output_node()
     others = (user for user in value.users if user is not output)
     return list(argument(output, 0)).count(value) > 1 or any(_is_outside(user, inside) for user in others)
@@ -173,7 +173,8 @@ def _units(graph: fx.Graph) -> _Units:
         numbers[node] = len(nodes)
         nodes.append(node)
         before = [*makers(node)]
-        if WRITES_STATE in node.meta:  # it comes after all other readers of what it writes over
+        # A writer comes after all readers of the value that it overwrites.
+        if WRITES_STATE in node.meta:
             before += (reader for reader in readers(argument(node, 0)) if reader is not node)
         producers.append(frozenset(numbers[n] for n in before if n in numbers))
     return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))

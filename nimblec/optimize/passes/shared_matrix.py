@@ -19,7 +19,7 @@ _BITS: Mapping[torch.dtype, torch.dtype] = {
 
 
 def join_batches(module: fx.GraphModule) -> None:
-    """``bmm`` by a constant (batch, k, n) of equal matrices becomes ``mm`` of all rows by one of them.
+    """Replace ``bmm`` by a constant (batch, k, n) of equal matrices by ``mm`` of all rows by one of them.
 
     Torch decomposes ``linear`` over three axes or more that are not contiguous into this ``bmm``, and adds
     the bias by another call, which then folds into ``mm`` as for other linears. A product stays where

@@ -142,7 +142,8 @@ def _writers(module: fx.GraphModule, state: fx.Node, slot: StateSlot) -> list[fx
     written = {state, *found}
     given = (leaf for writer in found for leaf in tree_leaves((writer.args[1:], writer.kwargs)))
     if any(isinstance(node, fx.Node) and owner(node) in written for node in given):
-        return []  # they read other rows of the tensor
+        # Such writers read other rows of the tensor than they write.
+        return []
     return found
 
 
@@ -190,13 +191,13 @@ def _put_after_readers(graph: fx.Graph, state: fx.Node, writers: list[fx.Node]) 
 
 
 def _earlier(state: fx.Node, writers: list[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(reader, writer) of each value that a writer replaces."""
+    """Yield (reader, writer) for each value that a writer replaces."""
     for value, writer in pairwise((state, *writers)):
         yield from ((reader, writer) for reader in readers(value) if reader is not writer)
 
 
 def _kept(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(earlier, later) of each call that writes memory and each that touches it, in their present order."""
+    """Yield (earlier, later) for each call that writes memory and each that touches it, in their present order."""
     for writer in graph.nodes:
         for written in written_nodes(writer):
             for other in readers(owner(written)):

@@ -35,7 +35,7 @@ _ARGUMENTS = (aten.copy, aten.clone, aten._to_copy, aten.pow, *_ROUNDED)
 
 
 def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dict[fx.Node, fx.Node]]:
-    """For each region the state that it may write, with the result that is its next value.
+    """Return, for each region, the state that it may write, with the result that is its next value.
 
     All other readers of each state can come before the region that writes it, for all states together.
     """
@@ -62,7 +62,7 @@ def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dic
 def _is_apart(
     state: fx.Node, value: fx.Node, written: Mapping[fx.Node, fx.Node], calls: frozenset[fx.Node]
 ) -> bool:
-    """Whether the next values of this state and of one ``written`` do not each depend on the other's present value.
+    """Return False if the next values of this state and of one ``written`` each depend on the other's present value.
 
     In such a swap Inductor (2.11) may read what it has written. A weight depends on its momentum's next value alone.
     """

@@ -32,7 +32,7 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Arguments as a key; 1, 1.0 and True stay different, and so do 0.0 and -0.0."""
+    """Return arguments as a key; 1, 1.0 and True stay different, and so do 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return tuple(_hashable(item) for item in value)
     return type(value), repr(value) if isinstance(value, (float, complex)) else value

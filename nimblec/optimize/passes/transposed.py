@@ -27,7 +27,7 @@ def block_transposed_convolutions(module: fx.GraphModule) -> None:
 
 
 def _makes_blocks(rewriter: Rewriter, node: fx.Node) -> bool:
-    """Whether each pixel becomes a block of its own: the kernel is as long as the stride, or the image one pixel."""
+    """Return whether each pixel becomes a block: the kernel is as long as the stride, or the image is one pixel."""
     given, image, result = bound(node), fake(bound(node)["input"]), fake(node)
     weight = rewriter.value(given["weight"])
     if weight is None or not given["transposed"] or not image.dim() == weight.dim() == 4:
@@ -84,7 +84,7 @@ def _pixels(rewriter: Rewriter, node: fx.Node, order: tuple[int, int, int]) -> f
 def _moved(
     rewriter: Rewriter, node: fx.Node, pixels: fx.Node, parts: list[int], order: list[int], shape: list[int]
 ) -> fx.Node:
-    """``pixels`` seen as ``parts``, copied with their axes in this order, and joined to ``shape``."""
+    """View ``pixels`` as ``parts``, copy them with their axes in this order, and join them to ``shape``."""
     split = rewriter.call(aten.reshape.default, pixels, parts, at=node)
     permuted = rewriter.call(aten.permute.default, split, order, at=node)
     if not fake(permuted).is_contiguous():  # ``reshape`` alone would keep another order where it can

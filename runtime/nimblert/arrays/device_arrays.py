@@ -202,7 +202,7 @@ class DeviceOutput:
     """
 
     def __init__(self, array: DeviceArray) -> None:
-        """``array.owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
+        """Wrap an array whose ``owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
         self.shape = array.shape
         self.dtype = array.dtype
         self.strides = array.strides
@@ -217,7 +217,7 @@ class DeviceOutput:
         return DeviceOutput(replace(self._array, shape=shape))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's kind of device, CUDA, and the ordinal."""
+        """Return DLPack's kind of device, CUDA, and the ordinal."""
         return dlpack.CUDA, self.device
 
     def __dlpack__(
@@ -232,7 +232,8 @@ class DeviceOutput:
 
         Raises BufferError where a copy or another device is asked for, as the array API standard says.
         """
-        del max_version  # every consumer reads the first
+        # Every consumer reads the first version.
+        del max_version
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError("an output on a GPU is exported as it is: have the other library copy it")
         array = self._given()

@@ -145,11 +145,13 @@ class Exchange:
             read(value, into)
             now = buffer.raw
             if now != known:
-                known = b""  # in case of an exception in between
+                # After an exception below, no layout is known.
+                known = b""
                 address, header, shape, strides = _parsed(now)
                 found = address, header, shape.raw, strides.raw
                 known = now
-            elif shape.raw != found[2] or strides.raw != found[3]:  # changed in place
+            elif shape.raw != found[2] or strides.raw != found[3]:
+                # The array was changed in place.
                 found = *found[:2], shape.raw, strides.raw
             return found
 

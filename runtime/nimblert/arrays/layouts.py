@@ -112,12 +112,12 @@ def strided(memory: np.ndarray, tensor: Tensor) -> np.ndarray:
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of an array in C order, in elements."""
+    """Return the strides of an array in C order, in elements."""
     return tuple(accumulate(shape[:0:-1], mul, initial=1))[: len(shape)][::-1]
 
 
 def dense_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides for a shape, with the axes in the order of ``strides``."""
+    """Return dense strides for a shape, with the axes in the order of ``strides``."""
     dense = [0] * len(shape)
     end = 1
     for axis in sorted(range(len(shape)), key=lambda axis: (strides[axis], -axis)):
@@ -143,7 +143,7 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def element_strides(array: np.ndarray) -> tuple[int, ...]:
-    """Strides of a dense array in elements."""
+    """Return the strides of a dense array in elements."""
     return tuple(stride // array.itemsize for stride in array.strides)
 
 

@@ -142,7 +142,7 @@ class Entry:
         return self._call(args, kwargs)
 
     def run(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """As `Context.run`."""
+        """Run this entry; see `Context.run`."""
         return self._run(arrays)
 
 

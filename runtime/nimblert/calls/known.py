@@ -68,7 +68,7 @@ class KnownCalls:
         return Found(call.program, call.run_at, (tuple([address for address, *_ in raw]), stream()))
 
     def _read(self, given: list[Any]) -> tuple[tuple[dlpack.Raw, ...], Callable[[], int]] | None:
-        """Address and layout of each array, all of one type, and their library's stream; None where it does not say."""
+        """Return each array's address and layout, and their library's stream; None for mixed types and other arrays."""
         kind = type(given[0])
         if kind not in self._libraries:
             self._libraries[kind] = self._library(given[0])

@@ -18,7 +18,7 @@ class CallLock:
     """
 
     def __init__(self, noun: str, again: str, *, waits: bool) -> None:
-        """``noun`` and ``again`` are for messages: "executable", "load the plan again"."""
+        """Name the owner for messages by ``noun`` and ``again``: "executable", "load the plan again"."""
         self._noun, self._again, self.waits = noun, again, waits
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -85,7 +85,8 @@ class CallLock:
         """
         if os.getpid() != self._process:
             return False
-        waits, self.waits = self.waits, True  # calls that come meanwhile find it closed
+        # Calls that come meanwhile find the lock closed.
+        waits, self.waits = self.waits, True
         with self._lock:
             if self._is_within:
                 self.waits = waits

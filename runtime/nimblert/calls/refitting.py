@@ -82,7 +82,7 @@ def _is_counter(name: object) -> bool:
 def _unknown(name: object, known: list[str]) -> str:
     if not known:
         return f"weight {name!r}: the plan has no weights that a refit replaces: compile with --refittable"
-    from difflib import get_close_matches  # only this error needs it
+    from difflib import get_close_matches
 
     meant = get_close_matches(str(name), known, n=1)
     hint = f"did you mean {meant[0]!r}? Else" if meant else "where the model has it,"
@@ -109,7 +109,8 @@ class Arrays(Mapping[str, np.ndarray]):
         return key in self._keys
 
     def __getitem__(self, key: str) -> np.ndarray:
-        self.outline(key)  # refuses what no plan has
+        # The outline refuses names that no plan has.
+        self.outline(key)
         found: np.ndarray = self._file.get_tensor(key)
         return found
 

@@ -103,7 +103,7 @@ class Sizes:
         return next(filter(None, (self._split(shapes, sizes, name) for name in sizes)), None)
 
     def _split(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> Served | None:
-        """Runs of the program for the largest part of a dimension, and one for the rest; None where there are none."""
+        """Return runs for the largest part of a dimension, and one for the rest; None where no programs do."""
         ends = [(dict(program.profile)[name], program) for program in self._programs]
         fitting = [(end, p) for end, p in ends if self._covers(p, shapes, {**sizes, name: end}, split=name)]
         if not fitting or sizes[name] < 1:
@@ -148,7 +148,7 @@ class Sizes:
 
 
 def _indices(split: Sequence[Sequence[bool]], taken: slice) -> list[Index]:
-    """For each tensor, those elements of the axes that are split, and all of the others."""
+    """Return for each tensor an index of the elements ``taken`` along split axes, and of all along the others."""
     return [tuple([taken if is_split else _WHOLE for is_split in axes]) for axes in split]
 
 
@@ -232,7 +232,7 @@ def _fits(programs: Iterable[Program], dimension: str) -> dict[int, Fit]:
 
 
 def _some(sizes: Iterable[int]) -> list[str]:
-    """These sizes, ascending; of many the first ones and the last."""
+    """Return these sizes, ascending; of many the first ones and the last."""
     texts = [str(size) for size in sorted(set(sizes))]
     return texts if len(texts) <= _SHOWN else [*texts[: _SHOWN - 2], "...", texts[-1]]
 

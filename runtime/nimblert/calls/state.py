@@ -103,7 +103,8 @@ class State(Mapping[str, np.ndarray]):
         """Write several tensors, or none where an array does not fit."""
         if not isinstance(values, Mapping):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
-        given = list(values.items())  # values may be another state, even this one
+        # ``values`` may be another state, even this one.
+        given = list(values.items())
 
         def write(working: Working) -> None:
             checked = [self._checked(name, value, working) for name, value in given]
@@ -130,7 +131,8 @@ class State(Mapping[str, np.ndarray]):
             with refitting.opened(path) as found:
                 if missing := [name for name in self._tensors if name not in found]:
                     raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-                for name in found:  # all before any is written
+                # All values are checked before any is written.
+                for name in found:
                     self._checked(name, found.outline(name), working)
                 for name, array in found.items():
                     working.kept.write(*self._checked(name, array, working))

@@ -42,7 +42,7 @@ def _parameters_problems(parameters: Sequence[Parameter], limits: Limits) -> Ite
 
 
 def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> Iterator[str]:
-    """Parameters are pointers, side by side."""
+    """Require parameters to be pointers, side by side."""
     if parameter.kind == ParameterKind.VALUE:
         yield "kind: VALUE, expected a pointer on the CPU target"
     if (parameter.offset, parameter.nbytes) != (8 * position, 8):

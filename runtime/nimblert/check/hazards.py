@@ -96,15 +96,12 @@ def hazards(
 ) -> Iterator[str]:
     """Yield a sentence for each pair of unordered conflicting commands, and each read of unwritten bytes.
 
-    ``bodies`` are those of the plan. Those that commands of ``program`` run are examined too, in which what the command
-    reads is ``given``: written before.
-
-    Only adjacent accesses to a byte are named, so further pairs may conflict. Bytes of the arena are unwritten if no
-    input, no earlier command and not the reading command itself writes them. On the CPU target, whose accesses are
-    exact, a command reads before it writes, and the rule covers OUTPUT regions and the bytes that the program returns:
-    so a run cannot return what an earlier run left in memory. Yields at most a hundred sentences. All other rules must
-    hold: indices, bounds, events. Near-linear in the accesses; for a program with more pieces than ``limits`` allows,
-    the only sentence says so.
+    Commands may run ``bodies``, which are examined too; what such a command reads is ``given``: written before. Only
+    adjacent accesses to a byte are named, at most a hundred. Bytes of the arena are unwritten unless an input, an
+    earlier command or, on the GPU, the reading command itself writes them. The CPU's accesses are exact, and the rule
+    covers OUTPUT regions too: a run cannot return what an earlier run left in memory. All other rules must hold:
+    indices, bounds, events. Near-linear in the accesses; for a program with more pieces than ``limits`` allows, the
+    only sentence says so.
     """
     works = list(program.work)
     touched = pieces.touches([work for _, work in works])

@@ -1,14 +1,11 @@
 """The rules of the ONNX model of a CPU kernel, so that it is safe to load in ONNX Runtime.
 
-ONNX Runtime trusts much of a model: that the memory given for an initializer has its type and shape, that required
-inputs are present. So each node of a kernel's model is a valid call of an operator that `onnx_operators` lists; the
-names, dtypes and shapes of what the model reads and returns are those of the kernel's parameters, and the values
-between its nodes are declared. Whether the declarations are true is known when a session is opened
-(`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
+ONNX Runtime trusts a model's initializers and required inputs. So each node must be a valid call of an operator that
+`onnx_operators` lists, and names, dtypes and shapes must match the kernel's parameters; whether declared shapes are
+true is known when a session is opened (`nimblert.cpu.onnx_session`). A broken rule yields a sentence.
 
-A value between nodes may have no declared shape: its size depends on values, or it is a sequence or an optional. Only
-operators that accept any shape may touch such a value, as in the bodies of loops and branches. Nobody infers the shapes
-of what is computed from it, so these are outputs, which ONNX Runtime compares with their memory, or have no shape too.
+A value without a declared shape (its size depends on values, or it is a sequence or optional) may only reach operators
+that accept any shape; what they compute is an output, compared with its memory, or has no shape either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,7 +118,7 @@ def _domains(node: Node) -> set[str]:
 
 
 def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[str]:
-    """Inputs, outputs and initializers of the model are the parameters, in order."""
+    """Require the model's inputs, outputs and initializers to be the parameters, in order."""
     external = [tensor for tensor in graph.initializer if tensor.data_location == _EXTERNAL]
     for kind, what, found in (
         (ParameterKind.INPUT, "inputs", [declared(value) for value in graph.input]),
@@ -181,7 +178,7 @@ def _most_nbytes(nodes: Sequence[Node], sizes: Mapping[str, int]) -> int:
 
 
 def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | None]:
-    """Name, dtype and shape of an input or output; None for what is not declared."""
+    """Return name, dtype and shape of an input or output; None for what is not declared."""
     tensor = value.type.tensor_type if value.type is not None else None
     if tensor is None:
         return value.name, None, None
@@ -191,7 +188,7 @@ def declared(value: Value) -> tuple[str | None, str | None, tuple[int, ...] | No
 
 
 def _types(graph: Graph, parameters: Sequence[Parameter]) -> dict[str, int | None]:
-    """ONNX's element type of each value that the nodes of the model may read or write; None for one of no tensor."""
+    """Return ONNX's element type of each value that the model's nodes may read or write; None for no tensor."""
     constants: dict[str, int | None] = {tensor.name or "": tensor.data_type or 0 for tensor in graph.initializer}
     inner = {name or "": ELEMENT_TYPES.get(dtype or "") for name, dtype, _ in map(declared, graph.value_info)}
     return constants | inner | {parameter.name: ELEMENT_TYPES.get(parameter.dtype, 0) for parameter in parameters}
@@ -282,7 +279,7 @@ def _node_problems(node: Node, opsets: Mapping[str, int], known: set[str], *, in
 
 
 def _unwritten_problems(node: Node, attribute: Attribute) -> Iterator[str]:
-    """Attributes by which a kernel writes more outputs than there are, or leaves one as its memory was before."""
+    """Reject attributes by which a kernel writes more outputs than there are, or leaves one unwritten."""
     # num_outputs is an attribute of Split.
     if attribute.name == "num_outputs" and attribute.i != len(node.output):
         yield f"{node.op_type}.num_outputs: {attribute.i}, it has {len(node.output)} outputs"

@@ -187,7 +187,7 @@ def _ranks(*allowed: str) -> Rule:
 
 
 def _scales(*places: int) -> Rule:
-    """Scales and zero points are single numbers and part of the model: kernels make tables of them at load."""
+    """Require scales and zero points to be single numbers in the model: kernels make tables of them at load."""
 
     def rule(call: Call) -> Iterator[str]:
         for place in places:
@@ -238,7 +238,7 @@ def _one_rank(call: Call) -> Iterator[str]:
 
 
 def _switches(*names: str) -> Rule:
-    """Attributes that are 0 or 1."""
+    """Require attributes to be 0 or 1."""
 
     def rule(call: Call) -> Iterator[str]:
         for name in names:
@@ -249,7 +249,7 @@ def _switches(*names: str) -> Rule:
 
 
 def _new_axis(call: Call) -> Iterator[str]:
-    """Versions from 1.24 read a constant axis from the field int32_data alone."""
+    """Require a constant axis in the field int32_data: ONNX Runtime reads no other from 1.24 on."""
     axis = call.constant.get(1)
     if axis is None or axis.raw_data is not None or len(axis.int32_data) != 1:
         yield "its axis is not one number in the field int32_data of the model"
@@ -260,7 +260,7 @@ _LONGEST_SIGNAL = 1 << 24
 
 
 def _spectra(call: Call) -> Iterator[str]:
-    """STFT: a frame length and step from 1, and a window of one dimension for real signals."""
+    """Require of STFT frame length and step from 1, and a window of one dimension for real signals."""
     signal, window = call.input(0), call.input(2)
     if signal is None or len(signal) < 2 or signal[1] > _LONGEST_SIGNAL:
         yield f"signal of shape {signal}, expected at most {_LONGEST_SIGNAL} samples"
@@ -273,7 +273,7 @@ def _spectra(call: Call) -> Iterator[str]:
 
 
 def _grams(call: Call) -> Iterator[str]:
-    """TfIdfVectorizer: n-grams of numbers by length, an index each."""
+    """Require of TfIdfVectorizer n-grams of numbers by length, an index each."""
     pool, counts, indexes = call.integers("pool_int64s"), call.integers("ngram_counts"), call.integers("ngram_indexes")
     ends = (*counts[1:], len(pool))
     if not pool or "pool_strings" in call.attributes or not counts or counts[0] != 0:
@@ -299,7 +299,7 @@ _HIGHEST_TREE = 1024
 
 
 def _trees(call: Call) -> Iterator[str]:
-    """Trees of decisions, without cycles, whose kernels do not exhaust the stack."""
+    """Require decision trees without cycles, low enough for the recursion of kernels."""
     readers: dict[object, list[int]] = {}
     waiting = []
     for node, branches in enumerate(_branches(call)):
@@ -319,7 +319,7 @@ def _trees(call: Call) -> Iterator[str]:
 
 
 def _branches(call: Call) -> Iterator[tuple[object, ...]]:
-    """For each node the nodes that it leads to, by their place."""
+    """Yield for each node the nodes that it leads to, by their place."""
     sides = [call.integers(f"nodes_{side}nodeids") for side in ("true", "false")]
     if "tree_roots" in call.attributes:  # since version 5, where leaves are a list of their own
         leaves = [call.integers(f"nodes_{side}leafs") for side in ("true", "false")]
@@ -337,7 +337,7 @@ _SCAN_AXES = ("scan_input_axes", "scan_output_axes")
 
 
 def _scan(call: Call) -> Iterator[str]:
-    """Axes other than the first are brought to the front, which divides by the lengths of others."""
+    """Refuse empty tensors scanned along axes but the first: moving these divides by the other lengths."""
     axes = tuple(axis for name in _SCAN_AXES for axis in call.integers(name))
     if any(axes) and any(0 in shape for shape in (*call.inputs, *call.outputs) if shape is not None):
         yield f"an empty tensor, and scans along the axes {axes}"

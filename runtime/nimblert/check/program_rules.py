@@ -112,7 +112,7 @@ def _fit_problems(plan: Plan, programs: Mapping[int, Program]) -> Iterator[str]:
 
 
 def why_exact(state: Sequence[Weight], program: Program) -> str:
-    """Return what a program does for which it serves calls of its own sizes alone, "" if it does nothing of that."""
+    """Return what keeps a program from serving calls of other sizes, as the end of a sentence; "" if nothing does."""
     if writes_state(state, program):
         return "writes the state"
     return "crops an output" if any(isinstance(work, Crop) for _, work in program.work) else ""
@@ -162,7 +162,7 @@ def body_problems(plan: Plan, trips: int) -> Iterator[str]:
 
 
 def _run_problems(work: Work, plan: Plan, first: int, depth: dict[int, int], own: int) -> Iterator[str]:
-    """Yield a sentence for each body of a command that it may not run, and enter the others' ``depth``: its ``own``."""
+    """Yield a sentence for each body that a command may not run; set the ``depth`` of the others to ``own``."""
     for body in bodies_of(work):
         if not first <= body < len(plan.bodies):
             yield f"bodies: runs bodies[{body}], expected one from {first} to {len(plan.bodies) - 1}"

@@ -1,11 +1,9 @@
 """The CPU backend: every launch is an ONNX model of one node or several, which ONNX Runtime runs on memory of the plan.
 
-Each launch has a session and an IO binding, made at load; a run only walks over them. Values between the nodes of a
-model are in ONNX Runtime's own memory. Streams are concurrent threads, and events are locks (`nimblert.cpu.streams`).
-
-Trust: `verify` has bounded the plan; `nimblert.cpu.host_memory` bounds every address that is handed over, and
-`nimblert.cpu.onnx_session` compares the dtypes of parameters with the model's. ONNX Runtime parses the models; it finds
-no files of theirs, and knows no operators but its own.
+Each launch has a session and an IO binding, made at load; a run only walks over them. Streams are concurrent threads,
+and events are locks (`nimblert.cpu.streams`). Trust: `verify` has bounded the plan, `nimblert.cpu.host_memory` bounds
+every address, and `nimblert.cpu.onnx_session` compares parameters with the model. ONNX Runtime parses the models,
+without files or custom operators.
 """
 
 import re

@@ -33,7 +33,7 @@ class HostWeights:
 
     @contextmanager
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
-        """These weights, with new memory for those at ``offsets``, which is writable until the block ends."""
+        """Yield these weights with new memory for those at ``offsets``, which is writable until the block ends."""
         made = copy(self)
         made._weights = list(self._weights)  # noqa: SLF001 - of its own class
         rewritten = [bisect_right(self._offsets, offset) - 1 for offset in offsets]
@@ -141,7 +141,7 @@ class HostMemory:
         return made
 
     def range(self, pointer: Pointer, nbytes: int, *, written: bool = False) -> np.ndarray:
-        """``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where they are not there."""
+        """Return ``nbytes`` bytes from ``pointer`` as uint8. Raises PlanInvalidError where there are not as many."""
         place = f"{pointer.region.name.lower()}({pointer.index})"
         if written and pointer.region is Region.INPUT:
             raise PlanInvalidError([f"{place}: is written, it may only be read"])
@@ -155,7 +155,7 @@ class HostMemory:
         return base[start : start + nbytes]
 
     def rebased(self, place: tuple[Region, int], memory: np.ndarray) -> "HostMemory":
-        """This memory with one region elsewhere."""
+        """Return this memory with one region elsewhere."""
         moved = copy(self)
         moved.regions = {**self.regions, place: memory}
         return moved
@@ -179,7 +179,7 @@ class HostMemory:
 
 
 def allocate(nbytes: int, *, poison: bool = False) -> np.ndarray:
-    """Aligned bytes, all zero or 0xFF; an empty array has an address too."""
+    """Allocate aligned bytes, all zero or 0xFF; an empty array has an address too."""
     try:
         memory = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8) if poison else np.zeros(nbytes + ALIGNMENT, np.uint8)
     except (MemoryError, ValueError) as exc:  # ValueError: more than an address can count

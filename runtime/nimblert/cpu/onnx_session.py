@@ -66,7 +66,7 @@ def onnxruntime() -> ModuleType:
 
 
 def session_options(pool: Pool | None = None) -> Any:
-    """SessionOptions for these threads, by default the caller's alone, with nothing logged."""
+    """Return SessionOptions for these threads, by default the caller's alone, with nothing logged."""
     pool = pool or Pool()
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = pool.count
@@ -103,7 +103,7 @@ def runtime_errors() -> tuple[type[Exception], ...]:
 
 @cache
 def nchwc_block_size() -> int:
-    """Channels in a block of ONNX Runtime's own convolution layout on this machine (8 or 16; 1: none)."""
+    """Return the channels in a block of ORT's own convolution layout on this machine (8 or 16; 1: none)."""
     try:
         (reordered,) = open_session(_REORDER_MODEL).run(None, {"x": np.zeros((1, 4, 1, 1), np.float32)})
     except runtime_errors():
@@ -112,7 +112,7 @@ def nchwc_block_size() -> int:
 
 
 def run_options() -> Any:
-    """RunOptions for the launches of one program in one context, by which `nimblert.cpu.streams` can end them all."""
+    """Return RunOptions for one program's launches in one context, by which `nimblert.cpu.streams` ends them all."""
     return onnxruntime().RunOptions()
 
 
@@ -178,7 +178,7 @@ class _Code:
 
     @cached_property
     def model(self) -> Model:
-        """An empty one where the bytes are not a model."""
+        """The parsed model, empty where the bytes are not a model."""
         try:
             return read_model(self.code, Budget(DEFAULT_LIMITS.model_fields))
         except PlanFormatError:

@@ -125,7 +125,7 @@ class HostCall(PreparedCall):
         self._graph: Handle | None = None
 
     def run(self, arrays: Sequence[np.ndarray]) -> Outputs:
-        """As `PreparedCall.run`."""
+        """Run as `PreparedCall.run` says."""
         backend, outputs = self._backend, self._outputs
         if self._graph is None and self._may_be_whole:
             self._count += 1
@@ -160,7 +160,7 @@ class HostCall(PreparedCall):
             return None
 
     def close(self) -> None:
-        """As `PreparedCall.close`."""
+        """Close as `PreparedCall.close` says."""
         self._may_be_whole = False
         if self._graph is not None:
             driver.release("cuGraphExecDestroy", self._graph)
@@ -181,7 +181,7 @@ class DeviceCall(PreparedCall):
         self._patience = 1.0
 
     def run(self, arrays: Sequence[DeviceArray]) -> Outputs:
-        """As `PreparedCall.run`."""
+        """Run as `PreparedCall.run` says."""
         return self._run_at(tuple([array.address for array in arrays]), None)
 
     def _run_at(self, addresses: tuple[int, ...], stream: int | None) -> Outputs:
@@ -255,7 +255,7 @@ class DeviceCall(PreparedCall):
         return backend.instantiate(backend.memory.rebased(elsewhere), arrivals, departures, beside)
 
     def close(self) -> None:
-        """As `PreparedCall.close`."""
+        """Close as `PreparedCall.close` says."""
         self._patience = inf
         while self._graphs:
             driver.release("cuGraphExecDestroy", self._graphs.popitem()[1])

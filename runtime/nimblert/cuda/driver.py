@@ -40,7 +40,7 @@ def call(api: str, *args: object) -> Any:
 
 
 def function(api: str) -> Callable[..., None]:
-    """`call` of a driver function without results, looked up once, which takes half the time."""
+    """Return `call` of a driver function without results, looked up once, which takes half the time."""
     found = getattr(bindings(), api)
 
     def checked(*args: object) -> None:
@@ -142,7 +142,7 @@ class Context:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """This context for the block, and then the thread's former one again; errors are ignored, as by `release`."""
+        """Make this context current for the block, then the thread's former one; ignore errors, as `release` does."""
         before = bindings().cuCtxGetCurrent()[1]
         release("cuCtxSetCurrent", self.handle)
         try:

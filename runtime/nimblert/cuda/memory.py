@@ -60,7 +60,7 @@ class DeviceMemory:
         return self.bases[pointer.region, pointer.index] + pointer.offset
 
     def rebased(self, bases: Bases) -> "DeviceMemory":
-        """This memory with some regions at other addresses."""
+        """Return this memory with some regions at other addresses."""
         moved = copy(self)
         moved.bases = {**self.bases, **bases}
         return moved

@@ -141,7 +141,7 @@ class RowMover(Mover):
         ]
 
     def move(self, to: int, source: int, stream: Handle) -> None:
-        """As `Mover.move`."""
+        """Move as `Mover.move` says."""
         names = driver.bindings()
         params = names.CUDA_MEMCPY2D()
         params.srcMemoryType = params.dstMemoryType = names.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -151,7 +151,7 @@ class RowMover(Mover):
             call("cuMemcpy2DAsync", params, stream)
 
     def steps(self, to: int, source: int) -> list[Step]:
-        """As `Mover.steps`."""
+        """Return the steps as `Mover.steps` says."""
         return [
             partial(graph.add_rows, dst=to + to_offset, src=source + source_offset, rows=self._rows)
             for to_offset, source_offset in self._offsets
@@ -195,12 +195,12 @@ class PaddingMover(Mover):
             self._parts += [_Redirected(kernels.mover(gather, itemsize), to=landed), _Redirected(rows, source=landed)]
 
     def move(self, to: int, source: int, stream: Handle) -> None:
-        """As `Mover.move`."""
+        """Move as `Mover.move` says."""
         for part in self._parts:
             part.move(to, source, stream)
 
     def steps(self, to: int, source: int) -> list[Step]:
-        """As `Mover.steps`."""
+        """Return the steps as `Mover.steps` says."""
         return [step for part in self._parts for step in part.steps(to, source)]
 
 
@@ -238,11 +238,12 @@ class _Fill(Mover):
 
 
 def _fills(tensor: Tensor, shape: Sequence[int]) -> Iterator[_Fill]:
-    """Fills of at least the elements of an input beyond ``shape`` with its padding value."""
+    """Yield fills of at least the elements of an input beyond ``shape`` with its padding value."""
     itemsize = ITEM_NBYTES[tensor.dtype]
     words = _words(layouts.filling(tensor), tensor)
     size = min(itemsize, _WORD_NBYTES)
-    if len(set(words)) > 1:  # a row for each word of an element
+    # Each word of an element is a row.
+    if len(set(words)) > 1:
         count = tensor.span_nbytes // itemsize
         for position, word in enumerate(words):
             yield _Fill(position * size, Filling(word, size, 1, count, itemsize))

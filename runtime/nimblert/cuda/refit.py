@@ -54,7 +54,7 @@ class Refitter:
             call("cuCtxSynchronize")
 
     def _prepare(self, programs: Sequence[Program]) -> "_PreparedRefits":
-        """Memory and graph for these refits, those of the last time where it was the same ones."""
+        """Return memory and graph for these refits, the last call's if it had the same ones."""
         if self._prepared is None or [*map(id, self._prepared.programs)] != [*map(id, programs)]:
             self.close()
             self._prepared = _PreparedRefits(self._device, programs, self._weights, self._functions)
@@ -67,7 +67,8 @@ class Refitter:
         moves: list[_Step] = []
         uploads: list[Upload] = []
         largest = max((tensor.span_nbytes for refit in refits for tensor in refit.program.inputs), default=0)
-        landing = cache(partial(allocate, context, largest))  # for one array after the other
+        # The arrays land one after the other in the same memory.
+        landing = cache(partial(allocate, context, largest))
         for refit, memory in zip(refits, prepared.memories, strict=True):
             for tensor, array in zip(refit.program.inputs, refit.arrays, strict=True):
                 if array is None or not tensor.span_nbytes:

@@ -157,7 +157,7 @@ class InputTransfers:
         return HostInput(staged, host, landing_at, array.nbytes, target, mover, is_plain=is_dense)
 
     def _landing(self, index: int, state: str) -> int:
-        """Device memory for an array before it is permuted or padded into an input; each ``state`` has its own."""
+        """Return device memory for an array before it is permuted or padded into an input, one per ``state``."""
         if (index, state) not in self._landings:
             tensor = self._tensors[index]
             self._landings[index, state] = allocate(self._context, prod(tensor.shape) * ITEM_NBYTES[tensor.dtype])

@@ -56,7 +56,7 @@ class Uploader:
                     _enqueue(*filling[0], stream)
                     filling.popleft()
             finally:
-                # Where an upload has failed: the next one takes the same slots, and callers may change the sources.
+                # After a failed upload the next one takes the same slots, and callers may change the sources.
                 for copy, _, _ in filling:
                     copy.exception()
 

@@ -107,7 +107,8 @@ def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryv
                 return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
             return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
-    except PlanError:  # a ValueError, too
+    except PlanError:
+        # PlanError is a ValueError, too.
         raise
     except FileNotFoundError as exc:
         raise PlanError(f"{name(path)}: no such file") from exc
@@ -142,7 +143,7 @@ def _fill(target: memoryview, file: BufferedReader) -> int:
 
 
 def digest(image: memoryview) -> bytes:
-    """SHA-256 of all of a plan file's bytes but the digest itself.
+    """Hash all of a plan file's bytes but the digest itself by SHA-256.
 
     hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """

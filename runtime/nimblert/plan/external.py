@@ -41,8 +41,8 @@ def filled(plan: Plan, path: str | PathLike[str] | None, *, copy: bool = False) 
     """Return a stripped plan with its weights and state, which are slices of the mapped file at ``path``.
 
     A plan that holds them is returned as it is. See `container.open_image` for ``copy``. Raises PlanError where there
-    is no such file; InputError where none is given and one is needed, or the other way round, where it is no
-    safetensors file, and where it lacks a tensor or has another one of its name.
+    is no such file; InputError for a missing or needless ``path``, a file that is no safetensors file, and a tensor
+    that the file lacks or has otherwise.
     """
     if not plan.is_stripped:
         if path is None:

@@ -219,7 +219,7 @@ MAX_RANK = 64
 
 
 def dense_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a contiguous tensor; 0 for an unknown dtype or too many dimensions."""
+    """Return the bytes of a contiguous tensor; 0 for an unknown dtype or too many dimensions."""
     return prod(shape) * ITEM_NBYTES.get(dtype, 0) if len(shape) <= MAX_RANK else 0
 
 

@@ -97,7 +97,7 @@ def read_limited(source: FileOrBytes) -> bytes:
 
 
 def read_public_key(source: FileOrBytes) -> "Ed25519PublicKey":
-    """Return a key in OpenSSH or PEM form. Raises InputError where it is none, or not of Ed25519."""
+    """Return a key in OpenSSH or PEM form. Raises InputError for anything but an Ed25519 key."""
     try:
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -10,7 +10,7 @@ FAMILIES = ("resnet", "mobilenet", "inception", "bert", "unet")
 
 
 def export(name: str, path: Path, *, dynamo: bool) -> Path:
-    """The small model of a family as an ONNX file, by torch's new or old exporter."""
+    """Export the small model of a family to an ONNX file, by torch's new or old exporter."""
     torch.manual_seed(0)
     module, args = importlib.import_module(f"families.{name}").small()
     with warnings.catch_warnings():

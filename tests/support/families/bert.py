@@ -15,7 +15,7 @@ class Encoder(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """(N, tokens, width); ``bias`` (N, 1, 1, tokens) is added to the attention scores."""
+        """Map (N, tokens, width) to the same; ``bias`` (N, 1, 1, tokens) is added to the attention scores."""
         batch, tokens, width = x.shape
 
         def split(y: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Bert(nn.Module):
         self.pooler = nn.Linear(width, width)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last hidden states and the pooled first one."""
+        """Return the last hidden states and the pooled first one."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.norm(self.words(input_ids) + self.positions(positions))
         bias = (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * -10000.0
@@ -49,7 +49,7 @@ class Bert(nn.Module):
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Two narrow layers and 16 tokens, the last three of them masked."""
+    """Build two narrow layers and 16 tokens, the last three of them masked."""
     mask = torch.ones(1, 16, dtype=torch.int64)
     mask[:, -3:] = 0
     return Bert(vocabulary=100, width=64, heads=4, layers=2).eval(), (torch.randint(100, (1, 16)), mask)

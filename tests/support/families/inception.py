@@ -26,7 +26,7 @@ class Mixed(nn.Module):
         self.branch4 = nn.Sequential(nn.AvgPool2d(3, 1, 1), _conv(channels_in, width, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, channels_in, H, W) to (N, 4 * width, H, W)."""
+        """Map (N, channels_in, H, W) to (N, 4 * width, H, W)."""
         return torch.cat((self.branch1(x), self.branch2(x), self.branch3(x), self.branch4(x)), 1)
 
 
@@ -43,10 +43,10 @@ class Inception(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to logits."""
+        """Map images to logits."""
         return self.head(self.mixed(self.stem(x)))
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Three narrow blocks and an image of 64 pixels."""
+    """Build three narrow blocks and an image of 64 pixels."""
     return Inception(width=16, blocks=3, classes=10).eval(), (torch.randn(1, 3, 64, 64),)

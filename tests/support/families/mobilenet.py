@@ -27,7 +27,7 @@ class InvertedResidual(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
+        """Map (N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
         return x + self.layers(x) if self.residual else self.layers(x)
 
 
@@ -48,10 +48,10 @@ class MobileNet(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(1280, classes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to logits."""
+        """Map images to logits."""
         return self.layers(x)
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A shallow MobileNetV2 and an image of 64 pixels."""
+    """Build a shallow MobileNetV2 and an image of 64 pixels."""
     return MobileNet(classes=10, depth=(1, 2, 2, 2, 1, 1, 1)).eval(), (torch.randn(1, 3, 64, 64),)

@@ -21,13 +21,13 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
+        """Map (N, channels_in, H, W) to (N, channels, H / stride, W / stride)."""
         y = torch.relu(self.norm1(self.conv1(x)))
         return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    """Images (N, 3, H, W) to logits (N, classes), by a number of blocks in each stage; those of ResNet-18."""
+    """A ResNet of images (N, 3, H, W), by the number of blocks in each stage; the default is ResNet-18."""
 
     def __init__(self, width: int = 64, classes: int = 1000, stages: Sequence[int] = (2, 2, 2, 2)) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class ResNet(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to logits."""
+        """Map images to logits."""
         return self.head(self.blocks(self.stem(x)))
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A narrow ResNet, whose last stage has two blocks, and an image of 64 pixels."""
+    """Build a narrow ResNet, whose last stage has two blocks, and an image of 64 pixels."""
     return ResNet(width=16, classes=10, stages=(1, 1, 1, 2)).eval(), (torch.randn(1, 3, 64, 64),)

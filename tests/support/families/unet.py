@@ -27,7 +27,7 @@ class UNet(nn.Module):
         self.last = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to class scores of each pixel."""
+        """Map images to class scores of each pixel."""
         shortcuts = []
         for level, layers in enumerate(self.down):
             x = layers(x if level == 0 else nn.functional.max_pool2d(x, 2))
@@ -38,5 +38,5 @@ class UNet(nn.Module):
 
 
 def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A narrow U-Net and an image of 32 pixels."""
+    """Build a narrow U-Net and an image of 32 pixels."""
     return UNet(width=8).eval(), (torch.randn(1, 3, 32, 32),)
