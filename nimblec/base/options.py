@@ -66,7 +66,7 @@ class Options:
     plan has a program for each of their `profiles`.
     ``pad_masks`` are inputs that are 0 where others are padded, and so mask what is there.
     An integer input with an example is drawn from the example's range in later golden checks.
-    ``bounds`` are the largest shapes of outputs whose sizes depend on values (CPU target).
+    ``bounds`` are the largest shapes of outputs whose sizes depend on values (not of PyTorch models on CUDA).
     ``streams``: "auto", "1", "max" or a number of streams; ``memory_limit``: bytes the arena may
     have. ``timing_cache`` is the file that keeps measured times, ``plan_cache`` the folder that keeps
     the plans of model files (None: nowhere); by default both are in the user's cache folder, if that is known.

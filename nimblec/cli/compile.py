@@ -129,7 +129,7 @@ if TYPE_CHECKING:
     "bounds",
     type=arguments.NAMED_SHAPE,
     multiple=True,
-    help="CPU target. The largest shape of an output whose size depends on values: boxes=100x4. Needed where the model "
+    help="The largest shape of an output whose size depends on values: boxes=100x4. Needed where the model "
     "does not bound it. Repeatable.",
 )
 @click.option(

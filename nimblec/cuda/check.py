@@ -128,6 +128,8 @@ def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:
     """Return the mean difference of values finite in both, relative to the largest magnitude expected; 0 for none."""
+    if expected.shape != found.shape:
+        return float("inf")
     a, b = numbers(expected), numbers(found)
     finite = np.isfinite(a) & np.isfinite(b)
     scale = float(np.abs(a[finite]).max(initial=0.0))

@@ -34,10 +34,10 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
             "--approximate: only CPU plans have it: leave it out, or compile for --target cpu; --precision fp16 and "
             "bf16 trade accuracy for speed on a GPU"
         )
-    if options.bounds:
+    if options.bounds and source.kind != "onnx":
         raise CompileError(
-            f"--bound {options.bounds[0][0]}: only CPU plans have outputs whose sizes depend on values: compile for "
-            "--target cpu"
+            f"--bound {options.bounds[0][0]}: the outputs of a PyTorch model have fixed sizes in a CUDA plan: compile "
+            "for --target cpu, or give an ONNX file"
         )
     sys_path = tuple(path for path in sys.path if path)
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)

@@ -78,6 +78,7 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
             examples=dict(options.examples),
             profile=profile,
             weigh=weigh,
+            bounds=options.bounds,
         )
         for profile in options.profiles
     }

@@ -36,6 +36,6 @@ def _proved(program: Program, axes: Axes, model: "TorchModel") -> dict[str, Proo
     outputs = {tensor.name: of for tensor, of in axes.of_outputs(program)}
     made = [fake(node) for node in outputs_of(flat.module)]
     result = flat.nest(made) if flat.nest is not None else dict(zip(flat.output_names, made, strict=True))
-    named = {id(tensor): outputs[name] for name, tensor in name_outputs(result)}
+    named = {id(tensor): outputs.get(name) for name, tensor in name_outputs(result)}
     given = [inputs.get(name, ((None,) * tensor.dim(), False)) for name, tensor in model.inputs]
     return prove_aten(flat.module, given, [named.get(id(tensor)) for tensor in made], sizes)

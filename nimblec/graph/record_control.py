@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.control import Loop, Switch, mark_slots
@@ -34,6 +34,20 @@ def record_loop(
     loop = Loop(_body(inner), slots, limit, f"the loop in {recorder.source or 'the model'}")
     mark_slots(loop.bodies[0], loop)
     return recorder.record_call(loop, [start.to(torch.bool), *first, *inner.captured.values()], slots)
+
+
+def run_loop(
+    start: Tensor, first: Sequence[Tensor], step: Step, *, limit: int, is_known: bool
+) -> list[Tensor]:
+    """Return what `record_loop` does, under the recorder of the calling code; at once if all values are known."""
+    recorder = _get_current_dispatch_mode()
+    assert isinstance(recorder, Recorder)
+    if not is_known:
+        return record_loop(recorder, start, first, step, limit=limit)
+    values: Sequence[Tensor] = first
+    while bool(start):
+        start, values = step(recorder, values)
+    return list(values)
 
 
 def record_switch(recorder: Recorder, index: Tensor, branches: Sequence[Branch]) -> list[Tensor]:

@@ -71,7 +71,10 @@ def _body_values(
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     if not all(isinstance(value, Tensor) for value in values):
-        raise Refused("it hands on a sequence or an optional, which a loop or branch of a CUDA plan cannot")
+        raise Refused(
+            "it hands on a sequence, an optional or a value whose size depends on values, which a loop or branch of a "
+            "CUDA plan cannot"
+        )
     return list(values)
 
 
@@ -158,9 +161,9 @@ def _stop_at_failures(walk: Walk, values: Sequence[Any]) -> None:
         raise Refused("its body cannot be imported")
 
 
-def _stacked(values: Sequence[Tensor], declared: Any, axis: int) -> Tensor:
+def _stacked(values: Sequence[Any], declared: Any, axis: int) -> Tensor:
     if values:
-        return torch.stack(list(values), axis)
+        return torch.stack(_tensors(values), axis)
     tensor = declared.type.tensor_type
     if not tensor.HasField("shape") or any(not dim.HasField("dim_value") for dim in tensor.shape.dim):
         raise Refused(f"never runs, and the shape of its output '{declared.name}' is not declared")

@@ -6,7 +6,7 @@ computed immediately, the rest is recorded. Operators that the table lacks are r
 function body, where the model or the ONNX schema has one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,11 +17,13 @@ from torch import Tensor, fx
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.recorder import Recorder, on_device
 from nimblec.onnx_import import model_file
+from nimblec.onnx_import.counted import values_of
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.model_nodes import weight_names
 from nimblec.onnx_import.tensors import dense_of, narrow_type, tensor_of
 from nimblec.onnx_import.walk import Walk
 from nimblec.onnx_ops.axes import sizes_of
+from nimblec.onnx_ops.counted import Counted
 from nimblec.onnx_ops.table import Refused
 
 Weigh: TypeAlias = Callable[[str, Tensor], Tensor]
@@ -43,24 +45,34 @@ class OnnxProgram:
 
     ``module`` takes the inputs in order and returns a tuple of the outputs. Its constants are
     buffers on the device. ``meta["source"]`` of each fx node names the ONNX node that it came from,
-    ``meta["val"]`` is a fake tensor of its dtype, shape and strides.
+    ``meta["val"]`` is a fake tensor of its dtype, shape and strides. After the outputs it returns the sizes of those in
+    ``cropped``, given by their indices: int64 vectors of how much of each the run filled.
     """
 
     module: fx.GraphModule
     inputs: tuple[OnnxInput, ...]
     outputs: tuple[str, ...]
+    cropped: tuple[int, ...] = ()
 
 
-def import_model(model: ModelProto, *, device: str = "cpu", weigh: Weigh | None = None) -> OnnxProgram:
+def import_model(
+    model: ModelProto,
+    *,
+    device: str = "cpu",
+    weigh: Weigh | None = None,
+    bounds: Mapping[str, tuple[int, ...]] | None = None,
+) -> OnnxProgram:
     """Translate a model whose inputs have static shapes; constants and calls are on ``device``.
 
-    ``weigh`` gives other tensors of the same dtype and shape for the weights.
+    ``weigh`` gives other tensors of the same dtype and shape for the weights. ``bounds`` are the largest shapes of
+    outputs whose sizes depend on values, where the declared ones are not to hold.
 
     Raises UnsupportedModelError with a sentence for each node that cannot be translated.
     """
     recorder = Recorder(torch.device(device))
     inputs = tuple(_input(value) for value in model_file.inputs(model))
-    walk = Walk(model, recorder)
+    bounds = bounds or {}
+    walk = Walk(model, recorder, {**_declared(model), **bounds})
     with recorder:
         scope = _constants(model, recorder, weigh)
         for i, described in enumerate(inputs):
@@ -68,12 +80,25 @@ def import_model(model: ModelProto, *, device: str = "cpu", weigh: Weigh | None 
             scope[described.name] = recorder.placeholder(f"input_{i}", dtype, described.shape)
         frame = Frame(opsets=walk.opsets)
         walk.nodes(model.graph.node, scope, frame)
-        recorder.output(_outputs(model, scope, walk.problems))
+        outputs = _outputs(model, scope, walk.problems, bounds)
+        cropped = {i: output for i, output in enumerate(outputs) if isinstance(output, Counted)}
+        recorder.output([*map(values_of, outputs), *(output.sizes() for output in cropped.values())])
     return OnnxProgram(
         module=_module(recorder),
         inputs=inputs,
         outputs=tuple(value.name for value in model.graph.output),
+        cropped=tuple(cropped),
     )
+
+
+def _declared(model: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of those outputs for which the model declares all sizes."""
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in model.graph.output}
+    return {
+        name: tuple(dim.dim_value for dim in dims)
+        for name, dims in shapes.items()
+        if dims and all(dim.HasField("dim_value") for dim in dims)
+    }
 
 
 def _input(value: model_file.ModelTensor) -> OnnxInput:
@@ -100,7 +125,9 @@ def _constants(model: ModelProto, recorder: Recorder, weigh: Weigh | None) -> Sc
     return scope
 
 
-def _outputs(model: ModelProto, scope: Scope, problems: Sequence[str]) -> list[Tensor]:
+def _outputs(
+    model: ModelProto, scope: Scope, problems: Sequence[str], bounds: Mapping[str, tuple[int, ...]]
+) -> list[Tensor | Counted]:
     """Return the values of the outputs; raise one error for all problems."""
     if len(problems) == 1:
         raise UnsupportedModelError(problems[0])
@@ -110,10 +137,20 @@ def _outputs(model: ModelProto, scope: Scope, problems: Sequence[str]) -> list[T
     found = []
     for value in model.graph.output:
         output = scope.get(value.name)
-        if not isinstance(output, Tensor) or narrow_type(output):
+        if not isinstance(output, (Tensor, Counted)) or narrow_type(output):
             raise UnsupportedModelError(f"output '{value.name}': no node makes a tensor of that name")
+        if value.name in bounds and isinstance(output, Counted):
+            output = _within(output, bounds[value.name])
         found.append(output)
     return found
+
+
+def _within(output: Counted, bound: tuple[int, ...]) -> Counted:
+    """Return an output in less memory: a run whose counts are larger than the bound is an error."""
+    values = output.values
+    for axis, size in zip(output.counts, (bound[axis] for axis in output.counts if axis < len(bound)), strict=False):
+        values = values.narrow(axis, 0, min(size, values.shape[axis]))
+    return Counted(values, output.counts)
 
 
 def _module(recorder: Recorder) -> fx.GraphModule:

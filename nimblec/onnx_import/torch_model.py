@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nimblec.base.errors import CompileError
 from nimblec.base.options import InputSpec, NamedInput
 from nimblec.onnx_import import model_file, model_shapes
 from nimblec.onnx_import.importer import OnnxInput, Weigh, import_model
@@ -26,12 +27,14 @@ def load_onnx(
     examples: Mapping[str, np.ndarray] | None = None,
     profile: Profile = (),
     weigh: Weigh | None = None,
+    bounds: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> TorchModel:
     """Return an ONNX file as ATen calls on ``device``; ``examples`` are arrays for its inputs by name.
 
     ``constants`` take the place of inputs. ``named`` gives names to dimensions that have none. ``specs`` and ``dims``
     give sizes to dynamic dimensions, of one input and by name, and so does the ``profile``, to whose sizes examples are
-    repeated or cut. ``weigh`` gives other tensors for its weights.
+    repeated or cut. ``weigh`` gives other tensors for its weights. ``bounds`` are the largest shapes of outputs whose
+    sizes depend on values.
     """
     given = dict(examples or {})
     loaded = model_file.load(path)
@@ -43,7 +46,10 @@ def load_onnx(
     given = {name: resized(array, shapes[name].shape) for name, array in given.items()}
     shapes |= {spec.name: spec for spec in specs}
     model = model_shapes.fix_shapes(loaded, tuple(shapes.values()), (*dims, *profile))
-    program = import_model(model, device=device, weigh=weigh)
+    outputs = [value.name for value in model.graph.output]
+    if unknown := next((name for name, _ in bounds if name not in outputs), None):
+        raise CompileError(f"--bound {unknown}: is not one of the model's outputs {outputs}")
+    program = import_model(model, device=device, weigh=weigh, bounds=dict(bounds))
     inputs = tuple((i.name, _example(i, given.get(i.name)).to(device)) for i in program.inputs)
     tensors = tuple(tensor for _, tensor in inputs)
     return TorchModel(
@@ -51,8 +57,9 @@ def load_onnx(
         args=tensors,
         kwargs={},
         inputs=inputs,
-        output_names=tuple(program.outputs),
+        output_names=(*program.outputs, *(f"sizes of {program.outputs[index]}" for index in program.cropped)),
         is_flat=True,
+        cropped=program.cropped,
     )
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from nimblec import onnx_ops  # noqa: F401 - the first fills the table
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.recorder import Recorder
-from nimblec.onnx_import import schemas
+from nimblec.onnx_import import counted, schemas
 from nimblec.onnx_import.control import CONTROL
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.model_nodes import describe, plain_domain
 from nimblec.onnx_import.tensors import attribute_of, narrow_type
 from nimblec.onnx_ops import binding
-from nimblec.onnx_ops.table import LATEST_OPSET, Declined, Node, Operator, Refused, find
+from nimblec.onnx_ops.table import LATEST_OPSET, Declined, Ints, Node, Operator, Refused, find
 
 DEEPEST = 32
 """Functions and subgraphs may nest this deep; deeper is a cycle."""
@@ -34,10 +34,14 @@ FAILED = _Failed()
 
 
 class Walk:
-    """Evaluates nodes under a recorder; ``problems`` has a sentence for each node that was refused."""
+    """Evaluates nodes under a recorder; ``problems`` has a sentence for each node that was refused.
 
-    def __init__(self, model: ModelProto, recorder: Recorder) -> None:
+    ``bounds`` are the largest shapes of outputs of the model.
+    """
+
+    def __init__(self, model: ModelProto, recorder: Recorder, bounds: Mapping[str, Ints]) -> None:
         self.recorder = recorder
+        self.bounds = bounds
         self.problems: list[str] = []
         self.opsets = {plain_domain(entry.domain): entry.version for entry in model.opset_import}
         self.functions = {(plain_domain(f.domain), f.name, f.overload): f for f in model.functions}
@@ -76,19 +80,22 @@ class Walk:
         inputs = [_lookup(name, scope) for name in proto.input]
         if any(value is FAILED for value in inputs):
             return [FAILED] * len(proto.output)
-        _check_dtypes(domain, proto, opset, inputs)
+        values = [counted.values_of(value) for value in inputs]
+        _check_dtypes(domain, proto, opset, values)
         attributes = self._attributes(proto, frame)
         if function is not None:
             return self._call_function(function, proto, inputs, attributes, frame)
         if control is not None:
+            if proto.op_type != "If" and counted.is_counted(proto.op_type, inputs):
+                raise Refused(counted.TAKES_NONE)
             return control(self, inputs, attributes, scope, frame)
         if operator is not None:
             with suppress(Declined):
-                return _call_operator(operator, proto, inputs, attributes, opset)
+                return self._call_operator(operator, proto, inputs, attributes, opset, frame)
         schema = schemas.with_body(domain, proto.op_type, opset)
         if schema is None:
             raise Refused("this use of the operator is not supported")
-        function = schemas.body(schema, proto, inputs, opset)
+        function = schemas.body(schema, proto, values, opset)
         return self._call_function(function, proto, inputs, attributes, frame)
 
     def _attributes(self, proto: NodeProto, frame: Frame) -> dict[str, Any]:
@@ -125,18 +132,32 @@ class Walk:
         wanted = zip(function.output, proto.output, strict=False)
         return [_lookup(name, scope) if output else None for name, output in wanted]
 
+    def _call_operator(
+        self,
+        operator: Operator,
+        proto: NodeProto,
+        inputs: Sequence[Any],
+        attributes: Mapping[str, Any],
+        opset: int,
+        frame: Frame,
+    ) -> Sequence[Any]:
+        """Call a function of the table; every named output must come out of it."""
+        bounds = tuple(self.bounds.get(name) if frame.depth == 0 else None for name in proto.output)
+        node = Node(op_type=proto.op_type, opset=opset, outputs=tuple(map(bool, proto.output)), bounds=bounds)
 
-def _call_operator(
-    operator: Operator, proto: NodeProto, inputs: Sequence[Any], attributes: Mapping[str, Any], opset: int
-) -> Sequence[Any]:
-    """Call a function of the table; every named output must come out of it."""
-    outputs = tuple(bool(name) for name in proto.output)
-    result = binding.call(operator, Node(op_type=proto.op_type, opset=opset, outputs=outputs), inputs, attributes)
-    values = list(result) if isinstance(result, tuple) else [result]
-    for i, name in enumerate(proto.output):
-        if name and (i >= len(values) or values[i] is None):
-            raise Refused(f"output {i} '{name}' is not supported")
-    return values
+        def apply(given: Sequence[Any]) -> Sequence[Any]:
+            result = binding.call(operator, node, given, attributes)
+            return list(result) if isinstance(result, tuple) else [result]
+
+        use = counted.Use(name=proto.op_type, opset=opset, inputs=inputs, attributes=attributes, apply=apply)
+        if counted.is_counted(proto.op_type, inputs):
+            values: Sequence[Any] = counted.outputs(operator.domain, use)
+        else:
+            values = counted.follow_range(operator.domain, use, apply(inputs))
+        for i, name in enumerate(proto.output):
+            if name and (i >= len(values) or values[i] is None):
+                raise Refused(f"output {i} '{name}' is not supported")
+        return values
 
 
 def _refuse_second_names(proto: NodeProto, scope: Scope) -> None:

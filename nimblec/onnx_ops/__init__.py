@@ -25,6 +25,7 @@ from nimblec.onnx_ops import (
     sequence,
     shape,
     signal,
+    suppression,
     text,
     vision,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "sequence",
     "shape",
     "signal",
+    "suppression",
     "text",
     "vision",
 ]

@@ -110,6 +110,8 @@ def _modulo(a: Tensor, b: Tensor, fmod: int) -> Tensor:
 
 @op("Pow", since=7)
 def power(x: Tensor, y: Tensor) -> Tensor:
+    if y.dtype == torch.uint64 and x.dtype.is_floating_point:
+        y = y.to(x.dtype)
     if torch.uint64 in (x.dtype, y.dtype):
         raise Refused(f"has inputs of {x.dtype} and {y.dtype}; expected other dtypes than uint64")
     if not isinstance(y, FakeTensor) and y.dim() == 0 and x.dtype.is_floating_point:

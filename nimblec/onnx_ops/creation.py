@@ -4,9 +4,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from nimblec.onnx_ops.axes import sizes_of, zero_like
-from nimblec.onnx_ops.table import Description, Floats, Ints, Known, Refused, op
+from nimblec.onnx_ops.axes import zero_like
+from nimblec.onnx_ops.counted import Counted, bounded, counted, range_of, with_range
+from nimblec.onnx_ops.table import Description, Floats, Ints, Known, Node, Refused, op
 
 ELEMENT_TYPES = {
     1: torch.float32,
@@ -54,31 +56,46 @@ def constant(
 
 
 @op("ConstantOfShape", since=9)
-def constant_of_shape(input: Ints, *, value: Known | None = None) -> Tensor:
+def constant_of_shape(input: Tensor, *, node: Node, value: Known | None = None) -> Tensor | Counted:
     element = torch.zeros(1) if value is None else value
     if element.numel() != 1:
         raise Refused(f"attribute 'value' has {element.numel()} elements; expected one")
-    return element.reshape(()).expand(sizes_of(input))
+    bound, counts = bounded(input, node)
+    return counted(element.reshape(()).expand(bound), counts)
 
 
 @op("Range", since=11)
-def arange(start: Known, limit: Known, delta: Known) -> Tensor:
-    return arange_stashed(start, limit, delta)
+def arange(start: Tensor, limit: Tensor, delta: Tensor, *, node: Node) -> Tensor | Counted:
+    return arange_stashed(start, limit, delta, node=node)
 
 
 @op("Range", since=27)
-def arange_stashed(start: Known, limit: Known, delta: Known, *, stash_type: int = 1) -> Tensor:
+def arange_stashed(
+    start: Tensor, limit: Tensor, delta: Tensor, *, node: Node, stash_type: int = 1
+) -> Tensor | Counted:
     dtype = start.dtype
     half = dtype in (torch.float16, torch.bfloat16)
     if half and stash_type != 1:
         raise Refused(f"attribute 'stash_type' is {stash_type}; expected 1 (float)")
-    first, last, step = (value.item() for value in (start, limit, delta))
-    if step == 0:
+    first, last, step = (value.reshape(()) for value in (start, limit, delta))
+    if not isinstance(step, FakeTensor) and step == 0:
         raise Refused("input 2 'delta' is 0")
-    count = max(0, math.ceil((last - first) / step))
-    index = torch.arange(sizes_of([count])[0])
+    count = _steps(first, last, step)
+    ends = [range_of(value) for value in (start, limit)]
+    if isinstance(count, FakeTensor) and not isinstance(step, FakeTensor) and None not in ends:
+        (low, high, _), (lower, upper, counts) = (end for end in ends if end is not None)
+        least, most = (_steps(high, lower, step), _steps(low, upper, step))[:: 1 if step > 0 else -1]
+        is_limit = bool(step == 1) and bool(low == 0) and bool(high == 0)
+        count = with_range(count, least, most, counts if is_limit else ())
+    bound, axes = bounded(count, node)
     work = torch.float32 if half else dtype
-    return (start.to(work).reshape(()) + index.to(work) * delta.to(work).reshape(())).to(dtype)
+    return counted((first.to(work) + torch.arange(bound[0]).to(work) * step.to(work)).to(dtype), axes)
+
+
+def _steps(first: Tensor, last: Tensor, step: Tensor) -> Tensor:
+    """Return the number of elements of a range, int64."""
+    wide = (last.to(torch.float64) - first.to(torch.float64)) / step.to(torch.float64)
+    return torch.ceil(wide).clamp(min=0).to(torch.int64).reshape(())
 
 
 @op("EyeLike", since=9)
@@ -163,11 +180,14 @@ def _enter_window(name: str, constant: float, once: float, twice: float) -> None
     """Enter the window ``constant - once * cos(t) + twice * cos(2 t)``."""
 
     @op(name, since=17)
-    def window(size: int, *, output_datatype: int = 1, periodic: int = 1) -> Tensor:
-        steps = max(1, size if periodic else size - 1)
-        angle = torch.arange(sizes_of([size])[0], dtype=torch.float64) * (2 * math.pi / steps)
+    def window(
+        size: Tensor, *, node: Node, output_datatype: int = 1, periodic: int = 1
+    ) -> Tensor | Counted:
+        bound, counts = bounded(size, node)
+        steps = (size.reshape(()) if periodic else size.reshape(()) - 1).clamp(min=1)
+        angle = torch.arange(bound[0], dtype=torch.float64) * (2 * math.pi) / steps
         values = constant - once * torch.cos(angle) + twice * torch.cos(2 * angle)
-        return values.to(dtype_of(output_datatype))
+        return counted(values.to(dtype_of(output_datatype)), counts)
 
 
 _enter_window("HannWindow", 0.5, 0.5, 0.0)

@@ -1,13 +1,20 @@
 """Gather, scatter, sort and select."""
 
+from math import prod
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.onnx_ops.axes import along, axis_of
-from nimblec.onnx_ops.table import Ints, Known, Refused, op
-from nimblec.onnx_ops.unsigned import SIGNED, bitwise, not_zero, ordered, unordered
+from nimblec.onnx_ops.counted import Counted, counted, places, range_of
+from nimblec.onnx_ops.counted import non_zero as counted_non_zero
+from nimblec.onnx_ops.counted import unique as unique_rows
+from nimblec.onnx_ops.table import Ints, Refused, op
+from nimblec.onnx_ops.unsigned import SIGNED, bitwise, index_select, not_zero, ordered, unordered
+
+_MOST_COLUMNS = 256
+"""Elements of the slices among which Unique finds equal ones: they are sorted once for each."""
 
 
 def _from_front(indices: Tensor, length: int) -> Tensor:
@@ -159,38 +166,52 @@ def one_hot(indices: Tensor, depth: int, values: Tensor, *, axis: int = -1) -> T
 
 
 @op("TopK")
-def top_k_attribute(x: Tensor, *, axis: int = -1, k: int) -> tuple[Tensor, Tensor]:
-    return top_k(x, k, axis=axis)
+def top_k_attribute(x: Tensor, *, axis: int = -1, k: int) -> tuple[Tensor | Counted, ...]:
+    return top_k(x, torch.tensor(k), axis=axis)
 
 
 @op("TopK", since=10)
-def top_k_input(x: Tensor, k: int, *, axis: int = -1) -> tuple[Tensor, Tensor]:
+def top_k_input(x: Tensor, k: Tensor, *, axis: int = -1) -> tuple[Tensor | Counted, ...]:
     return top_k(x, k, axis=axis)
 
 
 @op("TopK", since=11)
-def top_k(x: Tensor, k: int, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
+def top_k(
+    x: Tensor, k: Tensor, *, axis: int = -1, largest: int = 1, sorted: int = 1
+) -> tuple[Tensor | Counted, ...]:
     axis = axis_of(axis, x.dim())
-    if not 0 <= k <= x.shape[axis]:
-        raise Refused(f"k is {k}; axis {axis} has length {x.shape[axis]}")
-    order = torch.sort(ordered(x), dim=axis, descending=bool(largest), stable=True)[1].narrow(axis, 0, k)
+    if k.numel() != 1:
+        raise Refused(f"k has {k.numel()} elements; expected one")
+    length, count, known = x.shape[axis], k.reshape(()).to(torch.int64), range_of(k)
+    most = length if known is None else int(known.most)
+    if not isinstance(k, FakeTensor) and not 0 <= most <= length:
+        raise Refused(f"k is {most}; axis {axis} has length {length}")
+    taken = max(0, min(most, length))
+    order = torch.sort(ordered(x), dim=axis, descending=bool(largest), stable=True)[1].narrow(axis, 0, taken)
     if x.dtype in SIGNED:
-        return torch.gather(x.view(SIGNED[x.dtype]), axis, order).view(x.dtype), order
-    return torch.gather(x, axis, order), order
+        values = torch.gather(x.view(SIGNED[x.dtype]), axis, order).view(x.dtype)
+    else:
+        values = torch.gather(x, axis, order)
+    counts = {axis: count.clamp(min=0)} if isinstance(k, FakeTensor) else {}
+    return counted(values, counts), counted(order, counts)
 
 
 @op("Compress", since=9)
-@bitwise
-def compress(x: Tensor, condition: Known, *, axis: int | None = None) -> Tensor:
-    chosen = torch.nonzero(condition.reshape(-1)).reshape(-1)
+def compress(x: Tensor, condition: Tensor, *, axis: int | None = None) -> Tensor | Counted:
     if axis is None:
-        return torch.index_select(x.reshape(-1), 0, chosen)
-    return torch.index_select(x, axis_of(axis, x.dim()), chosen)
+        x, axis = x.reshape(-1), 0
+    axis = axis_of(axis, x.dim())
+    mask = condition.reshape(-1).narrow(0, 0, min(condition.numel(), x.shape[axis]))
+    if not isinstance(mask, FakeTensor):
+        return index_select(x, axis, torch.nonzero(mask).reshape(-1))
+    index, count = places(mask)
+    return Counted(index_select(x, axis, index), {axis: count})
 
 
 @op("NonZero", since=9)
-def non_zero(x: Known) -> Tensor:
-    return torch.nonzero(not_zero(x)).T.contiguous()
+def non_zero(x: Tensor) -> Tensor | Counted:
+    mask = not_zero(x)
+    return counted_non_zero(mask) if isinstance(x, FakeTensor) else torch.nonzero(mask).T.contiguous()
 
 
 @op("ReverseSequence", since=10)
@@ -210,18 +231,25 @@ def reversed_steps(x: Tensor, lengths: Tensor, batch_axis: int, time_axis: int) 
 
 @op("Unique", since=11)
 def unique(
-    x: Known,
+    x: Tensor,
     *,
     axis: int | None = None,
     sorted: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | Counted, ...]:
     rows = x.reshape(-1, 1) if axis is None else x.movedim(axis_of(axis, x.dim()), 0)
-    values, inverse, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
-    position = torch.arange(len(rows))
-    first = torch.full((len(values),), len(rows)).scatter_reduce(0, inverse, position, "amin")
-    if not sorted:
-        order = torch.argsort(first)
-        values, first, counts = values[order], first[order], counts[order]
-        inverse = torch.argsort(order)[inverse]
-    shaped = values.reshape(-1) if axis is None else values.movedim(0, axis_of(axis, x.dim())).contiguous()
-    return shaped, first, inverse, counts
+    keys = ordered(rows.reshape(rows.shape[0], prod(rows.shape[1:])))
+    if keys.shape[1] > _MOST_COLUMNS:
+        raise Refused(f"compares slices of {keys.shape[1]} elements; expected at most {_MOST_COLUMNS}")
+    values, first, inverse, sizes, count = unique_rows(rows, keys, in_order=bool(sorted))
+    place = 0 if axis is None else axis_of(axis, x.dim())
+    shaped = values.reshape(-1) if axis is None else values.movedim(0, place)
+    filled = (shaped, place), (first, 0), (sizes, 0)
+    y, indices, counts = (_filled(value, each, count) for value, each in filled)
+    return y, indices, inverse, counts
+
+
+def _filled(values: Tensor, axis: int, count: Tensor) -> Tensor | Counted:
+    """Return what is filled of the values, if that is known at import."""
+    if isinstance(count, FakeTensor):
+        return Counted(values, {axis: count})
+    return values.narrow(axis, 0, int(count)).contiguous()

@@ -49,15 +49,30 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """The node that is imported: its operator, opset, and which of its outputs are used."""
+    """The node that is imported: its operator, opset, and which of its outputs are used.
+
+    ``bounds`` are the largest shapes of outputs whose sizes may depend on values, where the user or the model gives
+    them.
+    """
 
     op_type: str
     opset: int
     outputs: tuple[bool, ...]
+    bounds: tuple[Ints | None, ...] = ()
 
     def wants(self, index: int) -> bool:
         """Return whether output ``index`` has a name."""
         return index < len(self.outputs) and self.outputs[index]
+
+    def bound(self, index: int) -> Ints:
+        """Return the largest shape of output ``index``; raise `Refused` where it is not known."""
+        bound = self.bounds[index] if index < len(self.bounds) else None
+        if bound is None:
+            raise Refused(
+                "the size of its output is computed while the model runs, and nothing bounds it: where it is an output "
+                "of the model, give its largest shape, --bound NAME=SHAPE"
+            )
+        return bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

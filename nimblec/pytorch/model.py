@@ -27,7 +27,8 @@ class TorchModel:
     ``output_names`` name the outputs in order if the model's result does not; ``nest`` restores the
     structure of the original result. ``is_flat`` marks a ``module`` that is a graph of pure ATen calls
     on tensors alone, with values inferred, as the optimiser takes it. ``written_elsewhere`` are storages
-    that other entries write.
+    that other entries write. ``cropped`` are the indices of outputs whose sizes depend on values; the sizes follow the
+    outputs, in the same order.
     """
 
     module: Any
@@ -39,6 +40,7 @@ class TorchModel:
     is_flat: bool = False
     notes: tuple[str, ...] = ()
     written_elsewhere: frozenset[int] = frozenset()
+    cropped: tuple[int, ...] = ()
 
     @property
     def is_compiled(self) -> bool:

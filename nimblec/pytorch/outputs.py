@@ -43,6 +43,17 @@ def name_outputs(result: Any) -> list[tuple[str, torch.Tensor]]:
     return outputs
 
 
+def cut_outputs(results: Sequence[Any], cropped: Sequence[int]) -> list[Any]:
+    """Return the outputs of a run, those at the indices ``cropped`` cut to their sizes, which follow the outputs.
+
+    A size larger than an output's bound leaves the output whole.
+    """
+    outputs = list(results[: len(results) - len(cropped)])
+    for index, sizes in zip(cropped, results[len(outputs) :], strict=True):
+        outputs[index] = outputs[index][tuple(slice(int(size)) for size in sizes)]
+    return outputs
+
+
 def results_by_name(_module: torch.nn.Module, _args: object, result: Any) -> dict[str, torch.Tensor]:
     """Return a forward hook: the outputs by name, without classes that another process might not have."""
     return dict(name_outputs(result))

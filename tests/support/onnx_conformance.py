@@ -45,9 +45,11 @@ class Result:
 def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Import a model and run its ATen calls with torch."""
     from nimblec.onnx_import.importer import import_model
+    from nimblec.pytorch.outputs import cut_outputs
 
-    module = import_model(model).module
-    return [_to_array(tensor) for tensor in module(*(_to_tensor(array) for array in inputs))]
+    program = import_model(model)
+    results = program.module(*(_to_tensor(array) for array in inputs))
+    return [_to_array(tensor) for tensor in cut_outputs(results, program.cropped)]
 
 
 def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -57,10 +59,13 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
     from nimblec.graph.definitions import Interpreter
     from nimblec.onnx_import.importer import import_model
     from nimblec.optimize import optimize
+    from nimblec.pytorch.outputs import cut_outputs
 
-    module = optimize(import_model(model).module, device="cuda")
+    program = import_model(model)
+    module = optimize(program.module, device="cuda")
     with torch.no_grad():
-        return [_to_array(tensor) for tensor in Interpreter(module).run(*map(_to_tensor, inputs))]
+        results = Interpreter(module).run(*map(_to_tensor, inputs))
+        return [_to_array(tensor) for tensor in cut_outputs(results, program.cropped)]
 
 
 def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -69,11 +74,14 @@ def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarra
 
     from nimblec.onnx_import.importer import import_model
     from nimblec.optimize import compile_regions, optimize
+    from nimblec.pytorch.outputs import cut_outputs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module = compile_regions(optimize(import_model(model, device=device).module, device=device))
+    program = import_model(model, device=device)
+    module = compile_regions(optimize(program.module, device=device))
     with torch.no_grad():
-        return [_to_array(tensor.cpu()) for tensor in module(*(_to_tensor(array).to(device) for array in inputs))]
+        results = module(*(_to_tensor(array).to(device) for array in inputs))
+        return [_to_array(tensor.cpu()) for tensor in cut_outputs(results, program.cropped)]
 
 
 def _to_tensor(array: np.ndarray) -> "torch.Tensor":

@@ -1,6 +1,6 @@
 """Record a model on the GPU: two captures become its graph, plain runs its expected results."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nimblec.base.errors import TraceError, UnsupportedModelError, user_code
-from nimblec.base.ir import Graph, TensorView
+from nimblec.base.ir import CropWork, Graph, TensorView
 from nimblec.cuda.capture.allocator import BumpAllocator, Shift, Zone
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Span
 from nimblec.cuda.capture.capture import (
@@ -38,7 +38,7 @@ from nimblec.cuda.capture.residents import (
 )
 from nimblec.cuda.capture.tasks import build_graph
 from nimblec.pytorch.model import TorchModel, uncompiled
-from nimblec.pytorch.outputs import name_outputs
+from nimblec.pytorch.outputs import cut_outputs, name_outputs
 from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
 from nimblec.pytorch.source_tracker import SourceTracker
 from nimblec.pytorch.state import generator_of, scratch_storages, settable_storages
@@ -51,7 +51,7 @@ class Recording:
     """A model's graph and the capture it came from.
 
     ``addresses`` are those of the graph's buffers in that capture, all different, so that every
-    intermediate result is still there after `replay`.
+    intermediate result is still there after `replay`. ``cropped`` are those of `TorchModel`.
     """
 
     graph: Graph
@@ -60,6 +60,7 @@ class Recording:
     residents: tuple[Resident, ...]
     inputs: tuple[tuple[str, torch.Tensor], ...]
     notes: tuple[str, ...]
+    cropped: tuple[int, ...]
 
     def replay(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Replay the captured graph on these inputs, by name, with all else as before any run."""
@@ -72,7 +73,7 @@ class Recording:
 
     def outputs(self) -> list[np.ndarray]:
         """Return the outputs of the last replay, in the model's order."""
-        return [as_array(tensor) for _, tensor in name_outputs(self.capture.result)]
+        return _arrays(self.capture.result, self.cropped)
 
 
 class Recorders:
@@ -197,6 +198,7 @@ class ModelRecorder:
         first_zone, second_zone, shift = self._allocator.zone_pair()
         first = self._capture_in(first_zone)
         outputs = [(name, t, t.data_ptr()) for name, t in name_outputs(first.result)]
+        cropped = self._model.cropped
         memory = self._generator_memory(first)
         if first.regions:
             # The captured graph makes one trip of each loop, and takes all branches.
@@ -228,7 +230,8 @@ class ModelRecorder:
             relocator=Relocator(Shift(first_zone.addresses, shift), earlier, foreign, memory),
             buffers=buffers,
             inputs=self._input_views(first_zone, buffers),
-            outputs=_output_views(outputs, buffers),
+            outputs=_output_views(outputs[: len(outputs) - len(cropped)], buffers),
+            crops=[_crop(*crop, buffers) for crop in zip(cropped, outputs[len(outputs) - len(cropped) :], strict=True)],
         )
         if memory is not None and not buffers.has(Allocation(memory.state_seed)):
             raise GeneratorError("no captured kernel reads torch's generator")
@@ -239,6 +242,7 @@ class ModelRecorder:
             residents=tuple(self._residents),
             inputs=self._model.inputs,
             notes=(*self._notes, *code.kept_whole),
+            cropped=cropped,
         )
 
     def compute(self, inputs: Mapping[str, np.ndarray], model: TorchModel | None = None) -> list[np.ndarray]:
@@ -250,7 +254,7 @@ class ModelRecorder:
         with torch.no_grad():
             for name, tensor in self._model.inputs:
                 tensor.copy_(as_tensor(inputs[name]))
-        outputs = [as_array(t) for _, t in name_outputs(self._run(model or self._model))]
+        outputs = _arrays(self._run(model or self._model), self._model.cropped)
         self._restore()
         self._allocator.release()
         return outputs
@@ -336,6 +340,18 @@ def _read(address: int, nbytes: int) -> bytes:
 
 def _output_views(outputs: Iterable[tuple[str, torch.Tensor, int]], buffers: BufferTable) -> tuple[TensorView, ...]:
     return tuple(_view(n, t, buffers.output(_first_element(t, at)), buffers, None) for n, t, at in outputs)
+
+
+def _arrays(result: Any, cropped: Sequence[int]) -> list[np.ndarray]:
+    return cut_outputs([as_array(tensor) for _, tensor in name_outputs(result)], cropped)
+
+
+def _crop(index: int, sizes: tuple[str, torch.Tensor, int], buffers: BufferTable) -> CropWork:
+    name, tensor, address = sizes
+    span = buffers.span(ByteRange(begin=address, end=address + tensor.nbytes))
+    if span is None:
+        raise UnsupportedModelError(f"{name!r} is on {tensor.device}: a CUDA plan holds tensors of its device")
+    return CropWork(output=index, sizes=buffers.access(span))
 
 
 def _first_element(tensor: torch.Tensor, address: int) -> ByteRange:

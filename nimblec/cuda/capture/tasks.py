@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nimblec.base.errors import TraceError, UnsupportedModelError
-from nimblec.base.ir import CopyWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
+from nimblec.base.ir import CopyWork, CropWork, FillWork, Graph, KernelWork, Op, Reference, Task, TensorView
 from nimblec.cuda.capture.allocator import Place, Target
 from nimblec.cuda.capture.bodies import with_bodies
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Span, allocation_of
@@ -228,8 +228,9 @@ def build_graph(
     buffers: BufferTable,
     inputs: tuple[TensorView, ...],
     outputs: tuple[TensorView, ...],
+    crops: Sequence[CropWork] = (),
 ) -> Graph:
-    """Return the graph of two captures of one model.
+    """Return the graph of two captures of one model; ``crops`` come after all that was captured.
 
     Raises UnsupportedModelError naming the op that a plan cannot hold, TraceError where the two
     captures are not the same sequence.
@@ -270,4 +271,9 @@ def build_graph(
         outputs=outputs,
     )
     read = sorted(task_of_node)
-    return with_bodies(graph, first.regions, partial(bisect_left, read), buffers.byte_at)
+    whole = with_bodies(graph, first.regions, partial(bisect_left, read), buffers.byte_at)
+    cropping = (
+        Task(op=len(whole.ops) + i, work=crop, reads=(crop.sizes,), writes=()) for i, crop in enumerate(crops)
+    )
+    named = (Op(name="crop", source=outputs[crop.output].name) for crop in crops)
+    return replace(whole, ops=(*whole.ops, *named), tasks=(*whole.tasks, *cropping))

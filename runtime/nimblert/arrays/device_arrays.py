@@ -6,7 +6,7 @@ https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, TypeVar
 
@@ -211,6 +211,10 @@ class DeviceOutput:
 
     def __repr__(self) -> str:
         return f"DeviceOutput({self.dtype} {self.shape}, device {self.device})"
+
+    def head(self, shape: tuple[int, ...]) -> "DeviceOutput":
+        """Return its first elements along each axis, in the same memory."""
+        return DeviceOutput(replace(self._array, shape=shape))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's kind of device, CUDA, and the ordinal."""

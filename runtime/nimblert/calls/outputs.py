@@ -80,7 +80,21 @@ def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray)
 
 def filled(arrays: Mapping[str, Any], sizes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the parts of output arrays that a run filled, as views; ``sizes`` are those of outputs that it cropped."""
-    return {n: array[tuple(map(slice, sizes[n]))] if n in sizes else array for n, array in arrays.items()}
+    return {n: _head(array, sizes[n]) if n in sizes else array for n, array in arrays.items()}
+
+
+def _head(array: Any, shape: Shape) -> Any:
+    return array.head(shape) if isinstance(array, DeviceOutput) else array[tuple(map(slice, shape))]
+
+
+def checked_sizes(output: Tensor, sizes: Sequence[int]) -> Shape:
+    """Return the sizes that a run gave to an output. Raises InputError where they are not within the plan's bound."""
+    if not all(0 <= size <= most for size, most in zip(sizes, output.shape, strict=True)):
+        raise InputError(
+            f"output {output.name!r}: has the shape {tuple(sizes)} for these inputs, and the plan's bound is "
+            f"{output.shape}: compile with a larger --bound {output.name}={'x'.join(map(str, sizes))}"
+        )
+    return tuple(sizes)
 
 
 def no_memory(exc: Exception) -> InputError:

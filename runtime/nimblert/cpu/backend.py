@@ -20,7 +20,7 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.backend import RunAt
-from nimblert.calls.outputs import filled, no_memory
+from nimblert.calls.outputs import checked_sizes, filled, no_memory
 from nimblert.calls.refitting import Refit
 from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import LABEL, SessionCache, run_options, runtime_errors
@@ -384,13 +384,7 @@ def _branch(index: np.ndarray, bodies: Sequence[Step]) -> None:
 
 
 def _crop(filled_sizes: dict[str, Shape], output: Tensor, sizes: np.ndarray) -> None:
-    found = tuple(sizes.tolist())
-    if not all(0 <= size <= most for size, most in zip(found, output.shape, strict=True)):
-        raise InputError(
-            f"output {output.name!r}: has the shape {found} for these inputs, and the plan's bound is {output.shape}: "
-            f"compile with a larger --bound {output.name}={'x'.join(map(str, found))}"
-        )
-    filled_sizes[output.name] = found
+    filled_sizes[output.name] = checked_sizes(output, sizes.tolist())
 
 
 def _replaced(refits: Iterable[Refit]) -> set[int]:

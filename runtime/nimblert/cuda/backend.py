@@ -1,9 +1,8 @@
 """The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +19,7 @@ from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, Outp
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.cuda.working import CudaWorking, DeviceArena
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Work
-from nimblert.plan.dimensions import Shape, Shapes
+from nimblert.plan.dimensions import Shapes
 
 if TYPE_CHECKING:
     from nimblert.calls.refitting import Refit
@@ -90,8 +89,6 @@ class CudaBackend(GraphProgram):
     downloads the outputs. `replay` uses the inputs on the device. Programs of one ``working`` memory run one at a time.
     ``bound`` are the names of inputs and outputs in memory of the caller.
     """
-
-    sizes: Mapping[str, Shape] = MappingProxyType({})
 
     def __init__(self, loaded: CudaLoaded, program: Program, working: CudaWorking, *, poison: bool = False) -> None:
         self._prepared: dict[object, PreparedCall] = {}

@@ -9,6 +9,7 @@ import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
+from nimblert.calls.outputs import filled
 from nimblert.cuda import driver
 from nimblert.cuda.driver import Handle
 from nimblert.cuda.program import GraphProgram
@@ -61,13 +62,13 @@ class PreparedCall:
         """Run as `run` does, but write outputs in ``out`` there, and leave bound ones out.
 
         With ``reuse_outputs`` outputs are views of memory that the next run overwrites. With ``stream`` the call is
-        enqueued there, and its outputs are on the device. Raises InputError.
+        enqueued there, and its outputs are on the device; where some are cropped, this waits. Raises InputError.
         """
         if stream is not None and any(isinstance(mine, np.ndarray) for mine in out.values()):
             raise InputError("out: an array of the host is written when the run has ended: leave the stream out")
         backend, outputs = self._backend, self._outputs
         used = backend.begin(stream)
-        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        copies: dict[str, np.ndarray] = {}
         results: Outputs = {}
         try:
             self._enqueue_inputs(arrays, used, in_place=stream is None)
@@ -77,7 +78,7 @@ class PreparedCall:
                 if isinstance(mine, DeviceArray):
                     outputs.to_array(index, mine, used)
                 elif mine is not None:
-                    copies.append((mine, outputs.staged(index, used)))
+                    copies[tensor.name] = outputs.staged(index, used)
                 elif tensor.name in backend.bound:
                     continue
                 elif self._on_device or stream is not None:
@@ -88,9 +89,13 @@ class PreparedCall:
                     results[tensor.name] = read(index, used)
         finally:  # whatever happened, the arrays are the caller's again
             backend.end(stream, (arrays, out))
-        for mine, view in copies:
-            np.copyto(mine, view)
-        return results
+        if stream is not None and backend.crops is not None:
+            backend.synchronize_stream(used)
+        sizes = backend.sizes
+        into = filled({name: out[name] for name in copies}, sizes)
+        for name, view in filled(copies, sizes).items():
+            np.copyto(into[name], view)
+        return filled(results, sizes)
 
     def enqueue_inputs(self, arrays: Sequence[Any], stream: Handle) -> None:
         """Enqueue the transfers of the inputs, for a caller that waits for them."""
@@ -141,7 +146,8 @@ class HostCall(PreparedCall):
             large = outputs.enqueue_large(stream)
         finally:
             backend.end(None)
-        return outputs.on_host(large)
+        results = outputs.on_host(large)
+        return results if backend.crops is None else filled(results, backend.sizes)
 
     def _make(self) -> Handle | None:
         """Return the graph; None where the driver has no memory for it."""
@@ -197,7 +203,8 @@ class DeviceCall(PreparedCall):
             backend.synchronize_stream(used)
             if backend.in_flight.stream is not None:
                 backend.in_flight.ended()
-        return outputs.in_blocks(blocks)
+        results = outputs.in_blocks(blocks)
+        return results if backend.crops is None else filled(results, backend.sizes)
 
     def _missed(self, addresses: tuple[int, ...], to: tuple[int | None, ...]) -> Handle | None:
         """Count a call at these addresses, and make its graph after enough of them.

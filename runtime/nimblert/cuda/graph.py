@@ -9,7 +9,6 @@ import numpy as np
 
 from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call, release
 from nimblert.cuda.memory import DeviceMemory
-from nimblert.errors import PlanInvalidError
 from nimblert.plan import (
     Command,
     Crop,
@@ -89,6 +88,13 @@ class Control(Protocol):
         """Add a loop or branch to a graph, without edges to other commands, and return its nodes."""
 
 
+class Crops(Protocol):
+    """Adds crops to graphs (`nimblert.cuda.crops`)."""
+
+    def add(self, built: Handle, crop: Crop, memory: DeviceMemory) -> Handle:
+        """Add a crop to a graph, without edges, and return its node."""
+
+
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
     """Load the cubins, set the attributes of their kernels, and return a CUfunction for each kernel.
 
@@ -135,16 +141,17 @@ def add_program(
     functions: Sequence[Handle],
     memory: DeviceMemory,
     control: Control | None = None,
+    crops: Crops | None = None,
 ) -> Ends:
     """Add the nodes of each launch, copy, fill, loop and branch of a program to a graph, with the edges between them.
 
-    ``control`` is needed for loops and branches.
+    ``control`` is needed for loops and branches, ``crops`` for outputs that are cropped.
     """
     last: list[Handle] = []
     first: list[Handle] = []
     followed: set[int] = set()
     for (_, command), before in zip(program.work, edges(program.commands), strict=True):
-        nodes = add_command(graph, command, functions, memory, control)
+        nodes = add_command(graph, command, functions, memory, control, crops)
         _add_edges(graph, last, nodes.first, before)
         followed.update(edge.source for edge in before)
         last.append(nodes.last)
@@ -159,6 +166,7 @@ def add_command(
     functions: Sequence[Handle],
     memory: DeviceMemory,
     control: Control | None = None,
+    crops: Crops | None = None,
 ) -> Nodes:
     """Add one command to a graph, without edges to others, and return its nodes; see `add_program`."""
     match command:
@@ -173,7 +181,8 @@ def add_command(
             assert control is not None
             return control.add(graph, command, functions, memory)
         case Crop():
-            raise PlanInvalidError(["Crop: this nimblert runs it on the CPU only"])
+            assert crops is not None
+            node = crops.add(graph, command, memory)
     return Nodes(node, node)
 
 

@@ -1,6 +1,6 @@
 """A program as an instantiated CUDA graph, and the order of its runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,12 @@ from nimblert.cuda.memory import DeviceMemory
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.uploader import Uploader
 from nimblert.cuda.working import CudaWorking
-from nimblert.plan import Program, Work, pieces
+from nimblert.plan import Crop, Program, Work, pieces
+from nimblert.plan.dimensions import Shape
 
 if TYPE_CHECKING:
     from nimblert.cuda.control import Control
+    from nimblert.cuda.crops import Crops
 
 
 class GraphProgram:
@@ -46,6 +48,11 @@ class GraphProgram:
 
             self._control = control.Control(program, bodies, context)
             self.synchronize_stream = self._control.checked(self.synchronize_stream)
+        self.crops: Crops | None = None
+        if cropping := [command for _, command in program.work if isinstance(command, Crop)]:
+            from nimblert.cuda import crops  # few outputs are cropped
+
+            self.crops = crops.Crops(program, cropping, context, self.kernels)
         self._graph = self.instantiate(memory)
         call("cuGraphUpload", self._graph, self._stream)
         self.synchronize_stream(self._stream)
@@ -71,7 +78,7 @@ class GraphProgram:
                 for earlier, later in pairwise(nodes):
                     graph.add_edges(built, [earlier], [later])
                 before += nodes[-1:]
-            ends = graph.add_program(built, self.program, self._functions, memory, self._control)
+            ends = graph.add_program(built, self.program, self._functions, memory, self._control, self.crops)
             graph.add_edges(built, before, ends.first)
             for step in beside:
                 step(built)
@@ -81,7 +88,12 @@ class GraphProgram:
 
     def add_command(self, built: Handle, command: Work) -> graph.Nodes:
         """Add a command alone to a graph, and return its nodes."""
-        return graph.add_command(built, command, self._functions, self.memory, self._control)
+        return graph.add_command(built, command, self._functions, self.memory, self._control, self.crops)
+
+    @property
+    def sizes(self) -> Mapping[str, Shape]:
+        """The sizes that the last run, which has ended, gave to outputs that it cropped, by name. Raises InputError."""
+        return {} if self.crops is None else self.crops.sizes()
 
     def begin(self, stream: int | None) -> int:
         """Make later work on ``stream``, by default the context's, follow all work in flight; return its handle."""
