@@ -66,7 +66,7 @@ def test_diff_prints_a_table_for_each_section_and_exits_with_1(nimblec: CommandL
     assert "scale float32 4 float32 4 values differ by up to 0.5" in lines
 
 
-def test_diff_of_a_changed_weight_is_as_the_guide_shows(nimblec: CommandLine, tmp_path: Path) -> None:
+def test_diff_of_a_changed_weight_is_as_the_document_shows(nimblec: CommandLine, tmp_path: Path) -> None:
     model = onnx.load(ROOT / "samples" / "digits.onnx")
     compiled(model).save(tmp_path / "a.plan")
     (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == "classifier.weight")
@@ -75,7 +75,7 @@ def test_diff_of_a_changed_weight_is_as_the_guide_shows(nimblec: CommandLine, tm
     tensor.CopyFrom(numpy_helper.from_array(changed, tensor.name))
     compiled(model).save(tmp_path / "b.plan")
     out = nimblec("diff", tmp_path / "a.plan", tmp_path / "b.plan").out
-    (shown,) = re.findall(r"```\n(Weights.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```\n(Weights.*?)```", (ROOT / "docs" / "ci.md").read_text(), re.DOTALL)
     assert [line.split() for line in shown.splitlines()] == [
         line.split() for line in out[out.index("Weights") :].splitlines() if line.strip(" ─")
     ][:3]
