@@ -208,6 +208,10 @@ def _read_rows(made: _Parts, node: NodeProto, scope: Scope) -> tuple[str, str, l
         raise UnsupportedModelError(
             f"node {model_nodes.node_name(node)!r} (Scan): stacks its outputs backwards, or along an inner axis"
         )
+    if len(node.input) != len(made.graph.input):  # the first is sequence_lens, and all have a batch axis
+        raise UnsupportedModelError(
+            f"node {model_nodes.node_name(node)!r} (Scan): is of opset 8, expected opset 9 or later"
+        )
     states = len(node.input) - attributes["num_scan_inputs"]
     scanned = node.input[states:]
     axes = attributes.get("scan_input_axes") or [0] * len(scanned)

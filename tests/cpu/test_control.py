@@ -8,6 +8,7 @@ from onnx import ModelProto
 from parsed_models import check, compiled, normal, parse
 
 import nimblert
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.inspect.verification import Result, verify
 from nimblert.errors import InputError
 from nimblert.plan import Launch, Switch, While
@@ -31,6 +32,18 @@ def test_a_loop_of_a_run_time_count_runs_any_operator(operator: str) -> None:
     (body,) = plan.bodies
     assert [type(command).__name__ for command in plan.programs[0].commands].count("While") == 1
     assert sum(isinstance(command, Launch) for command in body.commands) == 1, "the nodes of a trip are one stretch"
+
+
+def test_a_scan_of_opset_8_is_refused() -> None:
+    model = parse(
+        """(float[1, 2] first, float[1, 3, 2] x) => (float[1, 2] last, float[1, 3, 2] sums) {
+            last, sums = Scan <num_scan_inputs = 1, body = step (float[2] s, float[2] row) => (float[2] t, float[2] kept)
+                { t = Add (s, row)  kept = Identity (t) }> ("", first, x)
+        }"""
+    )
+    model.opset_import[0].version = 8
+    with pytest.raises(UnsupportedModelError, match="Scan of opset 8 is no operator that a plan may call"):
+        compiled(model)
 
 
 def test_a_loop_ends_by_its_condition() -> None:
