@@ -37,8 +37,8 @@ def test_a_loop_of_a_run_time_count_runs_any_operator(operator: str) -> None:
 def test_a_scan_of_opset_8_is_refused() -> None:
     model = parse(
         """(float[1, 2] first, float[1, 3, 2] x) => (float[1, 2] last, float[1, 3, 2] sums) {
-            last, sums = Scan <num_scan_inputs = 1, body = step (float[2] s, float[2] row) => (float[2] t, float[2] kept)
-                { t = Add (s, row)  kept = Identity (t) }> ("", first, x)
+            last, sums = Scan <num_scan_inputs = 1, body = step (float[2] s, float[2] row) =>
+                (float[2] t, float[2] kept) { t = Add (s, row)  kept = Identity (t) }> ("", first, x)
         }"""
     )
     model.opset_import[0].version = 8

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nimblert.cuda import graph
-from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call
+from nimblert.cuda import driver, graph
+from nimblert.cuda.driver import Context, Handle, PackedParameters, call
 from nimblert.cuda.graph import Nodes
 from nimblert.cuda.memory import DeviceMemory, allocate, host_bytes
 from nimblert.errors import endless
@@ -58,7 +58,7 @@ class Control:
         self, built: Handle, command: While | Switch, functions: Sequence[Handle], memory: DeviceMemory
     ) -> Nodes:
         """Add a loop or branch to a graph: a kernel that sets its condition, and the conditional node."""
-        kinds = bindings().CUgraphConditionalNodeType
+        kinds = driver.bindings().CUgraphConditionalNodeType
         handle = call("cuGraphConditionalHandleCreate", built, self._context, 0, 0)
         if isinstance(command, While):
             number = self._numbers[command]
@@ -87,8 +87,8 @@ class Control:
 
     def _add_conditional(self, built: Handle, handle: Handle, kind: int, count: int) -> tuple[Sequence[Handle], Handle]:
         """Add a conditional node to a graph, and return the graphs of its bodies, which are empty, and the node."""
-        params = bindings().CUgraphNodeParams()
-        params.type = bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        params = driver.bindings().CUgraphNodeParams()
+        params.type = driver.bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         params.conditional.handle = handle
         params.conditional.type = kind
         params.conditional.size = count
