@@ -178,7 +178,9 @@ class _Build:
         target, _ = choose_target(build.options.target)
         key = find_key(build.source, target, build.options, build.sources)
         if key is None:
-            raise CompileError(f"{build.model}: the files that it depends on cannot be read")
+            raise CompileError(
+                f"{build.model}: its files cannot be read, or packages were replaced while this command ran: try again"
+            )
         return {"inputs": given | key.inputs, "key": key.digest}
 
     def _differences(self, build: PlanBuild, record: Mapping[str, Any]) -> Iterator[str]:

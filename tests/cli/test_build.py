@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,17 @@ import pytest
 from command_line import CommandLine
 from subprocesses import ROOT
 
+from nimblec.plan import plan_key
 from nimblert.check.verify import read_plan
 
 DIGITS = 'model = "digits.onnx"\ntarget = "cpu"\n'
 BATCH = 'model = "batch.onnx"\ntarget = "cpu"\n'
+
+
+@pytest.fixture(autouse=True)
+def _at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take this process's software for that which it began with: other tests may have changed its path."""
+    monkeypatch.setattr(plan_key, "_software_at_first", cache(plan_key._software))
 
 
 @pytest.fixture
