@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.control import Loop, Switch, mark_slots
-from nimblec.graph.recorder import Recorder, on_device
+from nimblec.graph.recorder import Recorder, graph_module
 
 Step: TypeAlias = Callable[[Recorder, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
 """A trip under a recorder: from the values of the slots to the next bool and the next values."""
@@ -31,9 +31,9 @@ def record_loop(
         slots = [inner.receive(f"slot_{number}", _on_meta(value)) for number, value in enumerate(first)]
         going, values = step(inner, slots)
         inner.output([going.to(torch.bool), *_fitting(values, slots, "a trip of the loop")])
-    loop = Loop(_body(inner), slots, limit, f"the loop in {recorder.source or 'the model'}")
+    loop = Loop(graph_module(inner, "Body"), slots, limit, f"the loop in {recorder.source or 'the model'}")
     mark_slots(loop.bodies[0], loop)
-    return recorder.record_call(loop, [start.to(torch.bool), *first, *inner.captured.values()], slots)
+    return recorder.record_call(loop, [start.to(torch.bool), *first, *inner.captured], slots)
 
 
 def run_loop(
@@ -65,13 +65,46 @@ def record_switch(recorder: Recorder, index: Tensor, branches: Sequence[Branch])
         with inner.graph.inserting_before(next(iter(inner.graph.nodes))):
             for number, slot in enumerate(slots):
                 inner.receive(f"slot_{number}", slot)
-    captured = {id(value): value for inner in inners for value in inner.captured.values()}
+    captured = {id(value): value for inner in inners for value in inner.captured}
     places = {key: place for place, key in enumerate(captured)}
-    taken = [[places[id(value)] for value in inner.captured.values()] for inner in inners]
-    switch = Switch([_body(inner) for inner in inners], slots, taken)
+    taken = [[places[id(value)] for value in inner.captured] for inner in inners]
+    switch = Switch([graph_module(inner, "Body") for inner in inners], slots, taken)
     for body in switch.bodies:
         mark_slots(body, switch)
     return recorder.record_call(switch, [index, *captured.values()], slots)
+
+
+Trip: TypeAlias = Callable[[Recorder, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+"""A trip over rows under a recorder: from the states and one row of each tensor to the next states and new rows."""
+
+
+def record_rows(
+    recorder: Recorder,
+    first: Sequence[Tensor],
+    scanned: Sequence[Tensor],
+    stacked: Sequence[Tensor],
+    trip: Trip,
+    *,
+    begin: int = 0,
+) -> list[Tensor]:
+    """Record a loop over the rows of ``scanned`` from ``begin`` on.
+
+    Returns the last states and one tensor like each of ``stacked``, whose rows are the other results of the trips.
+    """
+    count, states = scanned[0].shape[0], len(first)
+
+    def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        number, state, stacks = slots[0], slots[1 : 1 + states], slots[1 + states :]
+        place = number.reshape(1)
+        rows = [value.index_select(0, place).squeeze(0) for value in scanned]
+        results = trip(inner, state, rows)
+        made = zip(stacks, results[states:], strict=True)
+        copied = [stack.index_copy(0, place, row.unsqueeze(0)) for stack, row in made]
+        return number + 1 < count, [number + 1, *results[:states], *copied]
+
+    empty = [torch.zeros(tuple(value.shape), dtype=value.dtype) for value in stacked]
+    values = [torch.tensor(begin), *first, *empty]
+    return record_loop(recorder, torch.tensor(begin < count), values, step, limit=count)[1:]
 
 
 def _on_meta(value: Tensor) -> Tensor:
@@ -90,14 +123,3 @@ def _fitting(values: Sequence[Tensor], slots: Sequence[Tensor], what: str) -> li
             )
         fitting.append(value if value.dtype == slot.dtype else value.to(slot.dtype))
     return fitting
-
-
-def _body(recorder: Recorder) -> fx.GraphModule:
-    graph = recorder.graph
-    graph.eliminate_dead_code()
-    graph.lint()
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
-    with _disable_current_modes():  # the recorder around it would record the moves
-        held = on_device(constants, recorder.device)
-    return fx.GraphModule(held, graph, class_name="Body")

@@ -84,9 +84,8 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Tensor] = []
         self._guards: list[Any] = []
         self._around: Recorder | None = None
-        self.captured: dict[int, Tensor] = {}
-        """Values of the graph around this one that it reads, in order, by the identity of the value here."""
-        self._captures: dict[int, Tensor] = {}
+        self.captured: list[Tensor] = []
+        """Values of the graph around this one that are arguments of it, in order."""
 
     def __enter__(self) -> Self:
         # Below autograd, composite calls arrive whole, and results carry no history.
@@ -140,8 +139,7 @@ class Recorder(TorchDispatchMode):
     def receive(self, name: str, example: Tensor) -> FakeTensor:
         """Return a fake tensor like ``example`` for an input of the graph."""
         fake = self._fake(example)
-        self._write(self.graph.placeholder(name), fake)
-        self._given.add(_storage(fake))
+        self._take(name, fake)
         return fake
 
     def output(self, values: Sequence[Tensor]) -> None:
@@ -166,7 +164,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not (self._makes_on_device(kwargs) or any(_has_fake(value) for value in (*args, *kwargs.values()))):
+        if not (_makes_on(self.device, kwargs) or any(_has_fake(value) for value in (*args, *kwargs.values()))):
             given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             if func._schema.is_mutable and any(_storage(tensor) in self._fixed for tensor in given):
                 raise InPlaceError(f"{func} writes into {self._labels.get(id(args[0]), 'a constant')}")
@@ -190,11 +188,6 @@ class Recorder(TorchDispatchMode):
             return result
         return self._record(func, args, kwargs, result)
 
-    def _makes_on_device(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call creates a tensor on the device, as composite calls do besides using their arguments."""
-        on = kwargs.get("device")
-        return isinstance(on, torch.device) and on.type == self.device.type != "cpu"
-
     def _overwrite(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Write the functional form of ``func``, whose result becomes the value of its first argument."""
         written: Tensor = args[0]
@@ -202,7 +195,10 @@ class Recorder(TorchDispatchMode):
             return written  # pooling to one pixel marks its result as channels-last in this way
         view = VIEWS_IN_PLACE.get(func)
         plain = view or _plain(func)
-        if plain is None or not isinstance(written, FakeTensor) or not (view or self._is_alone(written)):
+        storage = _storage(written)
+        # Neither another value nor an argument of the graph may share the memory.
+        is_alone = self._sharing[storage] == 1 and storage not in self._given
+        if plain is None or not isinstance(written, FakeTensor) or not (view or is_alone):
             raise InPlaceError(f"{func} writes into its arguments; expected a call that returns a new tensor")
         with self:
             result = plain(*args, **kwargs)
@@ -227,10 +223,6 @@ class Recorder(TorchDispatchMode):
             elif isinstance(value, (list, tuple)):
                 holder.meta["val"] = type(value)(now if part is fake else part for part in value)
 
-    def _is_alone(self, fake: FakeTensor) -> bool:
-        """Return whether it shares memory with no other value and with no argument of the graph."""
-        return self._sharing[_storage(fake)] == 1 and _storage(fake) not in self._given
-
     def record_call(self, target: Any, args: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
         """Write a call of ``target`` with several results like these, and return its results."""
         made: list[Tensor] = [self._fake(result) for result in results]
@@ -244,11 +236,14 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> Any:
+        def argument(tensor: Tensor) -> fx.Node:
+            return self._nodes[id(self._as_fake(tensor))]
+
         written = aten.reshape.default if func in AS_RESHAPE else func
         node = self.graph.call_function(
             written,
-            tuple(_map_tensors(value, self._argument) for value in args),
-            {key: _map_tensors(value, self._argument) for key, value in kwargs.items()},
+            tuple(_map_tensors(value, argument) for value in args),
+            {key: _map_tensors(value, argument) for key, value in kwargs.items()},
         )
         if isinstance(result, Tensor):
             self._write(node, result)
@@ -280,28 +275,42 @@ class Recorder(TorchDispatchMode):
     def _as_fake(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return self.constant(tensor)
-        return tensor if id(tensor) in self._nodes else self._capture(tensor)
+        if id(tensor) not in self._nodes:
+            self._capture(tensor)
+        return tensor
 
-    def _capture(self, tensor: FakeTensor) -> Tensor:
-        """Return the argument that stands for a value of the graph around this one."""
-        if id(tensor) not in self._captures:
-            assert self._around is not None
-            with self._beside_calls():
-                argument = self.receive(f"captured_{len(self.captured)}", tensor)
-            self._captures[id(tensor)] = argument
-            self.captured[id(argument)] = tensor
-            self._kept.append(tensor)
-        return self._captures[id(tensor)]
-
-    @contextmanager
-    def _beside_calls(self) -> Iterator[None]:
-        """Write arguments where they belong, before the first call."""
+    def _capture(self, tensor: FakeTensor) -> None:
+        """Make a value of the graph around this one an argument, before all calls."""
+        assert self._around is not None
         first = next((node for node in self.graph.nodes if node.op not in {"placeholder", "get_attr"}), None)
         with nullcontext() if first is None else self.graph.inserting_before(first):
-            yield
+            self._take(f"captured_{len(self.captured)}", tensor)
+        self.captured.append(tensor)
 
-    def _argument(self, tensor: Tensor) -> fx.Node:
-        return self._nodes[id(self._as_fake(tensor))]
+    def _take(self, name: str, fake: Tensor) -> None:
+        """Make a fake tensor an argument of the graph."""
+        self._write(self.graph.placeholder(name), fake)
+        self._given.add(_storage(fake))
+
+
+def graph_module(recorder: Recorder, name: str, rewrite: Callable[[fx.Graph], object] | None = None) -> fx.GraphModule:
+    """Return what was recorded as a module called ``name``, after a rewrite, with the constants that it uses."""
+    graph = recorder.graph
+    graph.eliminate_dead_code()
+    if rewrite is not None:
+        rewrite(graph)
+    graph.lint()
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
+    with _disable_current_modes():  # a recorder around it would record the moves
+        held = on_device(constants, recorder.device)
+    return fx.GraphModule(held, graph, class_name=name)
+
+
+def _makes_on(device: torch.device, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call creates a tensor on ``device``, as composite calls do besides using their arguments."""
+    on = kwargs.get("device")
+    return isinstance(on, torch.device) and on.type == device.type != "cpu"
 
 
 def _plain(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

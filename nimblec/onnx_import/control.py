@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from onnx import GraphProto, NodeProto
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.graph.control import trip_limit
-from nimblec.graph.record_control import record_loop, record_switch
+from nimblec.graph.record_control import record_loop, record_rows, record_switch
 from nimblec.graph.recorder import Recorder
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.tensors import tensor_of
@@ -200,10 +200,11 @@ def scan(
         values = run_graph(walk, body, (*states, *slices), scope, frame)
         if length * max(1, len(body.node)) > MOST_NODES:
             _stop_at_failures(walk, values)
-            inputs = _Slices(scanned, axes, in_turns)
-            rows = _tensors(values[len(states) :])
-            ends = _Slices(rows, [axis_of(a, row.dim() + 1) for a, row in zip(out_axes, rows, strict=True)], out_turns)
-            return _recorded_scan(walk, length, states, inputs, ends, body, scope, frame)
+            laid = [_turned(t.movedim(axis, 0), way) for t, axis, way in zip(scanned, axes, in_turns, strict=True)]
+            made = _recorded_scan(walk, states, laid, _tensors(values[len(states) :]), body, scope, frame)
+            stacks = zip(made[len(states) :], out_axes, out_turns, strict=True)
+            outs = [_turned(stack, way).movedim(0, axis_of(axis, stack.dim())) for stack, axis, way in stacks]
+            return [*made[: len(states)], *outs]
         _stop_at_failures(walk, values)
         states = values[: len(states)]
         for kept, value in zip(gathered, values[len(states) :], strict=True):
@@ -216,47 +217,27 @@ def scan(
     return [*states, *results]
 
 
-class _Slices(NamedTuple):
-    """Tensors, the axis of each along which a trip reads or adds one slice, and whether from the end."""
-
-    tensors: Sequence[Tensor]
-    axes: Sequence[int]
-    turns: Sequence[int]
-
-    def places(self, number: Tensor, length: int) -> list[tuple[int, Tensor]]:
-        """Return the axis and the index for each tensor in a trip."""
-        at = number.reshape(1)
-        return [(axis, length - 1 - at if turned else at) for axis, turned in zip(self.axes, self.turns, strict=True)]
-
-
 def _recorded_scan(
     walk: Walk,
-    length: int,
     states: Sequence[Any],
-    scanned: _Slices,
-    rows: _Slices,
+    scanned: Sequence[Tensor],
+    rows: Sequence[Tensor],
     body: GraphProto,
     scope: Scope,
     frame: Frame,
 ) -> list[Any]:
-    """Record a scan over slices; ``rows`` are like what each trip adds to its outputs."""
-    stacks = []
-    for row, axis in zip(rows.tensors, rows.axes, strict=True):
-        shape = [*row.shape[:axis], length, *row.shape[axis:]]
-        stacks.append(torch.zeros(shape, dtype=row.dtype))
+    """Record a scan over the rows of ``scanned``; ``rows`` are like what each trip adds to its outputs."""
 
-    def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        number, *values = slots
-        before, made = values[: len(states)], values[len(states) :]
-        places = zip(scanned.tensors, scanned.places(number, length), strict=True)
-        slices = [tensor.index_select(axis, at).squeeze(axis) for tensor, (axis, at) in places]
-        results = _body_values(walk, inner, body, (*before, *slices), scope, frame)
-        added = zip(made, results[len(states) :], rows.places(number, length), strict=True)
-        made = [stack.index_copy(axis, at, row.unsqueeze(axis)) for stack, row, (axis, at) in added]
-        return number + 1 < length, [number + 1, *results[: len(states)], *made]
+    def trip(inner: Recorder, state: Sequence[Tensor], slices: Sequence[Tensor]) -> list[Tensor]:
+        return _body_values(walk, inner, body, (*state, *slices), scope, frame)
 
-    first = [torch.tensor(0), *_tensors(states), *stacks]
-    return list(record_loop(walk.recorder, torch.tensor(True), first, step, limit=length)[1:])
+    length = scanned[0].shape[0]
+    stacked = [torch.empty((length, *row.shape), dtype=row.dtype, device="meta") for row in rows]
+    return record_rows(walk.recorder, _tensors(states), scanned, stacked, trip)
+
+
+def _turned(tensor: Tensor, is_backwards: int) -> Tensor:
+    return tensor.flip(0) if is_backwards else tensor
 
 
 def _per(attributes: Mapping[str, Any], name: str, count: int) -> Ints:

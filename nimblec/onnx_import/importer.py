@@ -15,7 +15,7 @@ from onnx import ModelProto
 from torch import Tensor, fx
 
 from nimblec.base.errors import UnsupportedModelError
-from nimblec.graph.recorder import Recorder, on_device
+from nimblec.graph.recorder import Recorder, graph_module
 from nimblec.onnx_import import model_file
 from nimblec.onnx_import.counted import values_of
 from nimblec.onnx_import.frame import Frame, Scope
@@ -84,7 +84,7 @@ def import_model(
         cropped = {i: output for i, output in enumerate(outputs) if isinstance(output, Counted)}
         recorder.output([*map(values_of, outputs), *(output.sizes() for output in cropped.values())])
     return OnnxProgram(
-        module=_module(recorder),
+        module=graph_module(recorder, "OnnxModel", fuse_bias),
         inputs=inputs,
         outputs=tuple(value.name for value in model.graph.output),
         cropped=tuple(cropped),
@@ -151,16 +151,6 @@ def _within(output: Counted, bound: tuple[int, ...]) -> Counted:
     for axis, size in zip(output.counts, (bound[axis] for axis in output.counts if axis < len(bound)), strict=False):
         values = values.narrow(axis, 0, min(size, values.shape[axis]))
     return Counted(values, output.counts)
-
-
-def _module(recorder: Recorder) -> fx.GraphModule:
-    graph = recorder.graph
-    graph.eliminate_dead_code()
-    fuse_bias(graph)
-    graph.lint()
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
-    return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="OnnxModel")
 
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, data_dependent, first_line
 from nimblec.graph.definitions import RECURRENT
-from nimblec.graph.recorder import InPlaceError, Recorder, is_decomposed, on_device
+from nimblec.graph.recorder import InPlaceError, Recorder, graph_module, is_decomposed
 from nimblec.pytorch.control import CONTROL
 from nimblec.pytorch.export_errors import BY_VALUE, exporting
 from nimblec.pytorch.model import state_written
@@ -283,11 +283,6 @@ def _trace_body(body: fx.GraphModule, recorder: Recorder, given: Sequence[Any]) 
 
 
 def _module(recorder: Recorder) -> fx.GraphModule:
-    graph = recorder.graph
-    graph.eliminate_dead_code()
-    graph.lint()
-    used = {node.target for node in graph.nodes if node.op == "get_attr"}
-    constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
-    if not any(node.op == "placeholder" for node in graph.nodes):
+    if not any(node.op == "placeholder" for node in recorder.graph.nodes):
         raise CompileError("the model takes no tensor: there is nothing to compile")
-    return fx.GraphModule(on_device(constants, recorder.device), graph, class_name="AtenModel")
+    return graph_module(recorder, "AtenModel")

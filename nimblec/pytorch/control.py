@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.control import trip_limit
-from nimblec.graph.record_control import record_loop, record_switch
+from nimblec.graph.record_control import record_loop, record_rows, record_switch
 from nimblec.graph.recorder import Recorder
 
 
@@ -57,7 +57,7 @@ def _scan(trace: Trace, recorder: Recorder, args: Sequence[Any], results: Any) -
     def step(inner: Recorder, state: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         return _tensors(trace(combine, inner, (*state, *rows, *others)))
 
-    return _over_rows(recorder, _tensors(first), _tensors(scanned), results[len(first) :], step)
+    return record_rows(recorder, _tensors(first), _tensors(scanned), results[len(first) :], step)
 
 
 def _map(trace: Trace, recorder: Recorder, args: Sequence[Any], results: Any) -> list[Tensor]:
@@ -66,7 +66,7 @@ def _map(trace: Trace, recorder: Recorder, args: Sequence[Any], results: Any) ->
     def step(inner: Recorder, _state: Sequence[Tensor], rows: Sequence[Tensor]) -> list[Tensor]:
         return _tensors(trace(body, inner, (*rows, *others)))
 
-    return _over_rows(recorder, [], _tensors(mapped), results, step)
+    return record_rows(recorder, [], _tensors(mapped), results, step)
 
 
 def _associative_scan(trace: Trace, recorder: Recorder, args: Sequence[Any], results: Any) -> list[Tensor]:
@@ -78,39 +78,9 @@ def _associative_scan(trace: Trace, recorder: Recorder, args: Sequence[Any], res
         sums = _tensors(trace(combine, inner, (*state, *rows, *(others[0] if others else ()))))
         return [*sums, *(value.clone() for value in sums)]
 
-    stacks = _over_rows(recorder, first, given, results, step, begin=1)[len(first) :]
+    stacks = record_rows(recorder, first, given, results, step, begin=1)[len(first) :]
     with recorder:
         return [torch.cat([value[:1], stack[1:]]) for value, stack in zip(given, stacks, strict=True)]
-
-
-def _over_rows(
-    recorder: Recorder,
-    first: Sequence[Tensor],
-    scanned: Sequence[Tensor],
-    stacked: Sequence[Tensor],
-    step: Callable[[Recorder, Sequence[Tensor], Sequence[Tensor]], list[Tensor]],
-    *,
-    begin: int = 0,
-) -> list[Tensor]:
-    """Record a loop over the rows of ``scanned`` from ``begin`` on.
-
-    Returns the last state and one tensor like each of ``stacked``, whose rows are the other results of the trips.
-    """
-    count, states = scanned[0].shape[0], len(first)
-
-    def trip(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        number, state, stacks = slots[0], slots[1 : 1 + states], slots[1 + states :]
-        place = number.reshape(1)
-        rows = [value.index_select(0, place).squeeze(0) for value in scanned]
-        results = step(inner, state, rows)
-        made = zip(stacks, results[states:], strict=True)
-        copied = [stack.index_copy(0, place, row.unsqueeze(0)) for stack, row in made]
-        return number + 1 < count, [number + 1, *results[:states], *copied]
-
-    empty = [torch.zeros(tuple(value.shape), dtype=value.dtype) for value in stacked]
-    start = torch.tensor(begin < count)
-    _, *values = record_loop(recorder, start, [torch.tensor(begin), *first, *empty], trip, limit=count)
-    return values
 
 
 def has_control(module: Any) -> bool:

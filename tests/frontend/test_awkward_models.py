@@ -7,9 +7,9 @@ from rewriting import check, with_triton_kernels
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from nimblec.graph import recorder
 from nimblec.graph.definitions import Interpreter
 from nimblec.optimize import optimize
-from nimblec.pytorch import aten_graph
 from nimblec.pytorch.aten_graph import trace
 from nimblec.pytorch.flat import flattened
 from nimblec.pytorch.model import TorchModel, place
@@ -50,7 +50,7 @@ def test_every_rewrite_keeps_the_results(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in awkward_models.MODELS if name not in NOT_INFERRED])
 def test_every_model_is_traced_for_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten_graph, "on_device", lambda constants, _device: dict(constants))
+    monkeypatch.setattr(recorder, "on_device", lambda constants, _device: dict(constants))
     module, args, kwargs = awkward_models.build(name)
     graph = trace(module, args, kwargs, device="cuda").module.graph
     tensors = _tensors([node.meta["val"] for node in graph.nodes if "val" in node.meta])

@@ -12,9 +12,8 @@ from onnx import ModelProto, numpy_helper
 from onnx_conformance import run_onnxruntime
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
-from nimblec.graph import record_control
+from nimblec.graph import recorder
 from nimblec.graph.definitions import Interpreter
-from nimblec.onnx_import import importer
 from nimblec.onnx_import.importer import OnnxProgram, import_model
 from nimblec.onnx_import.torch_model import load_onnx
 from nimblec.optimize import optimize
@@ -70,7 +69,7 @@ def agree(model: ModelProto, draws: Sequence[Mapping[str, np.ndarray]]) -> list[
 
 def imported_for_cuda(model: ModelProto) -> OnnxProgram:
     """Import a model for a GPU, which need not be there."""
-    with patch.object(importer, "on_device", _left), patch.object(record_control, "on_device", _left):
+    with patch.object(recorder, "on_device", _left):
         return import_model(model, device="cuda")
 
 

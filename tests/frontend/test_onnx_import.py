@@ -10,7 +10,7 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from nimblec.base.errors import UnsupportedModelError
-from nimblec.onnx_import import importer as frontend
+from nimblec.graph import recorder
 from nimblec.onnx_import.importer import OnnxInput, OnnxProgram, import_model
 
 OPSET = 21
@@ -437,7 +437,7 @@ def test_the_graph_for_cuda_is_the_graph_for_the_cpu(monkeypatch: pytest.MonkeyP
         zero=np.array(3, np.uint8),
         m=np.ones((256, 2), np.int64),
     )
-    monkeypatch.setattr(frontend, "on_device", lambda constants, _: dict(constants))
+    monkeypatch.setattr(recorder, "on_device", lambda constants, _: dict(constants))
     cuda, cpu = import_model(model, device="cuda"), import_model(model)
     assert calls(cuda) == calls(cpu)
     for node in cuda.module.graph.nodes:

@@ -8,9 +8,9 @@ from rewriting import assert_same, check, counts
 from torch import Tensor, nn
 
 from nimblec.base.errors import UnsupportedModelError
+from nimblec.graph import recorder
 from nimblec.graph.rewriter import bound, fake
 from nimblec.optimize import optimize
-from nimblec.pytorch import aten_graph
 from nimblec.pytorch.aten_graph import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -68,7 +68,7 @@ def test_half_precision_is_for_the_whole_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_network_for_a_gpu_is_traced_on_any_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten_graph, "on_device", lambda constants, _device: dict(constants))
+    monkeypatch.setattr(recorder, "on_device", lambda constants, _device: dict(constants))
     network, x, _ = _built(name, torch.float16)
     module = trace(network, (x,), device="cuda").module
     assert counts(module) == {KINDS[name][2]: 1}
