@@ -10,7 +10,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
@@ -74,8 +74,9 @@ def find_key(source: Source, target: Target, options: Options, also: Sequence[Pa
     """
     try:
         first, now = _software_at_first(), _software()
-        found = tuple(_status(path) for path in _files(source, also).values())
-        inputs = find_inputs(source, options, also)
+        files = _files(source, also)
+        found = tuple(map(_status, files.values()))
+        inputs = _inputs(source, options, files)
         parts = {
             "inputs": inputs,
             "software": now,
@@ -92,7 +93,11 @@ def find_inputs(source: Source, options: Options, also: Sequence[Path] = ()) -> 
 
     Raises OSError or CompileError for a file that cannot be read.
     """
-    files = {name: digest_of(path) for name, path in _files(source, also).items()}
+    return _inputs(source, options, _files(source, also))
+
+
+def _inputs(source: Source, options: Options, paths: Mapping[str, Path]) -> dict[str, str]:
+    files = {name: digest_of(path) for name, path in paths.items()}
     settings = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _NOT_THE_PLANS}
     arrays = {
         option: [
