@@ -89,13 +89,15 @@ class PreparedCall:
                     results[tensor.name] = read(index, used)
         finally:  # whatever happened, the arrays are the caller's again
             backend.end(stream, (arrays, out))
-        if stream is not None and backend.crops is not None:
-            backend.synchronize_stream(used)
-        sizes = backend.sizes
-        into = filled({name: out[name] for name in copies}, sizes)
-        for name, view in filled(copies, sizes).items():
+        into = {name: out[name] for name in copies}
+        if backend.crops is not None:
+            if stream is not None:
+                backend.synchronize_stream(used)
+            sizes = backend.sizes
+            into, copies, results = filled(into, sizes), filled(copies, sizes), filled(results, sizes)
+        for name, view in copies.items():
             np.copyto(into[name], view)
-        return filled(results, sizes)
+        return results
 
     def enqueue_inputs(self, arrays: Sequence[Any], stream: Handle) -> None:
         """Enqueue the transfers of the inputs, for a caller that waits for them."""

@@ -3,7 +3,6 @@
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +32,10 @@ class Control:
         self._context = context.handle
         module = context.acquire(call("cuModuleLoadData", _PTX.read_bytes() + b"\0"), "cuModuleUnload")
         self._go_on, self._choose = (call("cuModuleGetFunction", module, name) for name in (b"go_on", b"choose"))
-        loops = [(each, owner) for owner in (program, *bodies) for _, each in owner.work if isinstance(each, While)]
-        self._origins = [f"op {owner.ops[loop.op].name} ({owner.ops[loop.op].source})" for loop, owner in loops]
-        self._limits = [loop.limit for loop, _ in loops]
-        self._numbers = dict(zip((loop for loop, _ in loops), count(), strict=False))
-        self._trips = allocate(context, _TRIPS_NBYTES * len(loops))
+        works = ((work, owner) for owner in (program, *bodies) for _, work in owner.work)
+        self._loops = [(work, owner) for work, owner in works if isinstance(work, While)]
+        self._numbers = {loop: number for number, (loop, _) in enumerate(self._loops)}
+        self._trips = allocate(context, _TRIPS_NBYTES * len(self._loops))
         self._failed_at = int(context.acquire(call("cuMemHostAlloc", _FAILED_NBYTES, 0), "cuMemFreeHost"))
         self._failed = host_bytes(self._failed_at, _FAILED_NBYTES).view(np.uint32)
         self._failed[0] = 0
@@ -48,9 +46,10 @@ class Control:
         def checking(stream: int) -> None:
             wait(stream)
             if self._failed[0]:
-                number = int(self._failed[0]) - 1
+                loop, owner = self._loops[int(self._failed[0]) - 1]
                 self._failed[0] = 0
-                raise endless(self._origins[number], self._limits[number])
+                op = owner.ops[loop.op]
+                raise endless(f"op {op.name} ({op.source})", loop.limit)
 
         return checking
 
