@@ -56,9 +56,10 @@ def read_build_file(file: Path) -> list[PlanBuild]:
 
     Raises InputError, which names the file and the key, and OSError where it cannot be read.
     """
+    # Bad TOML and text that is not UTF-8 both raise ValueError.
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except ValueError as exc:  # of TOML, and of text that is not UTF-8
+    except ValueError as exc:
         raise InputError(f"{file}: not a TOML file: {exc}") from exc
     _refuse_unknown(content, ["plans"], f"{file}: ")
     tables = content.get("plans")

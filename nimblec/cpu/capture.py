@@ -220,6 +220,19 @@ def _handed_over(found: _Control, reads: Mapping[str, int]) -> Iterator[tuple[st
             yield carried.output, first
 
 
+def _view(
+    memory: Buffers, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None
+) -> TensorView:
+    return TensorView(
+        name=name,
+        dtype=tensor_type.dtype,
+        shape=tensor_type.shape,
+        strides=dense_strides(tensor_type.shape),
+        buffer=memory.of(name),
+        sample_range=sample_range,
+    )
+
+
 class _Builder:
     """The Graph under construction: buffers, kernels and tasks in order of first use."""
 
@@ -274,7 +287,7 @@ class _Builder:
             self._memory.of_value[name] = buffer
             return
         self._memory.of_value[name] = self._memory.add(BufferKind.INPUT, name, self._types[name])
-        self._inputs.append(self._view(name, self._types[name], sample_range))
+        self._inputs.append(_view(self._memory, name, self._types[name], sample_range))
 
     def _add_node(self, node: NodeProto) -> None:
         """Add the tasks of a node, with buffers for what it writes.
@@ -438,7 +451,7 @@ class _Builder:
             if name in self._regions.cropped:
                 self._add_crop(index, name)
         outputs = tuple(
-            replace(self._view(value, self._memory.type(value)), name=name)
+            replace(_view(self._memory, value, self._memory.type(value)), name=name)
             for name, value in zip(self._outputs, self._returned, strict=True)
         )
         return Graph(
@@ -451,16 +464,6 @@ class _Builder:
             outputs=outputs,
             weights=tuple(_held(self._memory, self._weights)),
             bodies=tuple(self._bodies),
-        )
-
-    def _view(self, name: str, tensor_type: TensorType, sample_range: tuple[int, int] | None = None) -> TensorView:
-        return TensorView(
-            name=name,
-            dtype=tensor_type.dtype,
-            shape=tensor_type.shape,
-            strides=dense_strides(tensor_type.shape),
-            buffer=self._memory.of(name),
-            sample_range=sample_range,
         )
 
     def _copy(self, name: str, kind: BufferKind) -> int:

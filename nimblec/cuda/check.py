@@ -1,10 +1,13 @@
 """Record the framework's results, write the plan, and check that it gives the same results."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from nimblec.base.difference import difference, numbers
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import ProgramKey
 from nimblec.cuda.proofs import prove_programs
@@ -21,12 +24,6 @@ from nimblert.plan import Plan, Program, Target
 if TYPE_CHECKING:
     from nimblec.cuda.capture.cupti import CodeRecorder
     from nimblec.pytorch.model import TorchModel
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
-
-import numpy as np
-
-from nimblec.base.difference import difference, numbers
 
 _SEED = 0
 

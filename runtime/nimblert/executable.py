@@ -1,7 +1,8 @@
 """Executable: a loaded plan, with its code and weights on one device; a pool of them; `load` and `load_pool`."""
 
 import weakref
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,10 +17,9 @@ from nimblert.calls.entries import Signature
 from nimblert.context import Arrays, Context
 from nimblert.errors import DeviceMismatchError, InputError, NimbleError, PlanInvalidError
 from nimblert.plan import Device, Plan, Target, Tensor
-from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.plan.records import DEFAULT_LIMITS, Limits, is_integer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from os import PathLike
 
     from nimblert.calls.refitting import NewWeights, Refit
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from nimblert.cuda import driver
     from nimblert.plan.container import Source
     from nimblert.plan.signatures import FileOrBytes, Trust
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
-
-from nimblert.plan.records import is_integer
-
-if TYPE_CHECKING:
-    from nimblert.calls.refitting import NewWeights
-    from nimblert.plan.container import Source
 
 
 class Executable(Context):

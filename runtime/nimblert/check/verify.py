@@ -4,7 +4,8 @@ A broken rule yields a sentence, `path: actual, expected`. Whatever a plan file 
 conflicting commands are ordered is checked by `nimblert.check.hazards`.
 """
 
-from collections.abc import Iterator, Sequence
+import copyreg
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -40,18 +41,16 @@ from nimblert.plan import (
     Weight,
     While,
     Work,
+    container,
+    parts,
 )
+from nimblert.plan.container import Source
 from nimblert.plan.pieces import SIZE_NBYTES
 from nimblert.plan.records import DEFAULT_LIMITS, Limits, dense_nbytes
 
 if TYPE_CHECKING:
     from nimblert.check.cpu_rules import Nodes
     from nimblert.plan.signatures import Trust
-import copyreg
-from collections.abc import Callable
-
-from nimblert.plan import container, parts
-from nimblert.plan.container import Source
 
 MAX_BIAS = 1 << 40
 """How far from its region a relocation may point; see `Pointer`."""
