@@ -115,6 +115,8 @@ def _replace(rewriter: Rewriter, request: RecurrenceRequest, tiling: RecurrenceT
         ends = [rewriter.call(aten.cat.default, list(parts), at=at) for parts in zip(*last, strict=True)]
     for part in list(at.users):
         rewriter.replace(part, [y, *ends][argument(part, 1)])
+    # It could draw random numbers, so it is not dropped like other calls that nothing reads.
+    rewriter.graph.erase_node(at)
 
 
 def _input_products(rewriter: Rewriter, x: fx.Node, layer: _Layer, at: fx.Node) -> fx.Node:
@@ -164,6 +166,7 @@ def _request(rewriter: Rewriter, node: fx.Node) -> RecurrenceRequest | None:
         and bool(fake(x).numel())
         and batch <= _MOST_SEQUENCES
         and not has_projections
+        and all(fake(state).is_contiguous() for state in states)
         and all(user.target is operator.getitem for user in node.users)
     )
     if not is_served:
