@@ -96,6 +96,18 @@ def publish_assembly(nbytes, count):
         }}"""
 
 
+@gluon.constexpr_function
+def activation_assembly(scale):
+    """Return PTX of 1 / (1 + 2 ** (scale x)) in float32."""
+    return f"""{{
+        .reg .f32 term;
+        mul.f32 term, $1, {scale};
+        ex2.approx.ftz.f32 term, term;
+        add.f32 term, term, 1.0;
+        rcp.approx.ftz.f32 $0, term;
+        }}"""
+
+
 @gluon.jit
 def recurrence(
     gates_ptr,
@@ -319,9 +331,17 @@ def _publish(at, value, is_cell, COUNT: gl.constexpr):
 
 @gluon.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + gl.exp(-x))
+    return _inverse_of_one_plus_exp2(x, "0fbfb8aa3b")  # -log2(e)
 
 
 @gluon.jit
 def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
+    return 2.0 * _inverse_of_one_plus_exp2(x, "0fc038aa3b") - 1.0  # -2 log2(e)
+
+
+@gluon.jit
+def _inverse_of_one_plus_exp2(x, SCALE: gl.constexpr):
+    """Return 1 / (1 + 2 ** (SCALE x)), without the care for denormal numbers that Triton's exp and division take."""
+    return gl.inline_asm_elementwise(
+        activation_assembly(SCALE), "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
