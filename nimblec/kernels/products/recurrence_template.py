@@ -262,7 +262,7 @@ def _state(
     for n in gl.static_range(VALUES):
         k = start + (n // CHUNK * LANES * CHUNK + n % CHUNK)
         if h_ptr is None:
-            state += (gl.zeros(k.shape, gl.float32, k.type.layout),)
+            state += (gl.zeros_like(k.to(gl.float32)),)
         else:
             state += (gl.load(h_ptr + row + k, mask=k < HIDDEN, other=0.0).to(gl.float32),)
     return state
