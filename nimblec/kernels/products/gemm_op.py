@@ -90,6 +90,7 @@ def convolution_launch(
             "BLOCK_N": tiling.block_n,
             "BLOCK_K": tiling.block_k,
             "SPLIT_K": tiling.split_k,
+            "STAGES": tiling.num_stages,
             "PRECISION": arithmetic,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,

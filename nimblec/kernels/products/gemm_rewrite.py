@@ -18,7 +18,7 @@ from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.gemm_match import ProductRequest, matches, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates
 from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.products.siblings import join_siblings
 from nimblec.kernels.selector import Choose, Family, Timed
@@ -54,7 +54,8 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     """Return the candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape, gpu)
-    return candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
+    of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
+    return [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
@@ -67,8 +68,9 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
         weight = Made(source=source, make=partial(pack_depthwise, tiling=tiling), role="weights")
         read = (request.x, weight, request.bias, request.residual, shape.out_channels)
         return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
-    how = {"arithmetic": request.arithmetic, **how}
-    is_rounded = source.dtype is torch.float32 and request.arithmetic == "tf32"
+    arithmetic = request.arithmetic if tiling.block_m > 1 else "tf32x3"
+    how = {"arithmetic": arithmetic, **how}
+    is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"
     weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
     counters = counters_of(tiling, shape, source.device)
     shared = (request.x, weight, request.bias, _residual(request), counters, shape.out_channels)
