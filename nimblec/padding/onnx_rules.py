@@ -316,12 +316,30 @@ def _gather_nd(call: Call) -> list[Value]:
     if indices.parts and lead == 1 and not batch:
         columns = [call.step.reshape(part, part.shape[:1]) for part in indices.parts]
         return [call.step.pick(data, columns, call.shape)]
+    if indices.array is not None and not batch and data.axes:
+        return [_in_order(call, data, indices.array)]
     is_batched = all((axis in data.axes) == (axis in indices.axes) for axis in range(batch))
     if not is_batched or lead in indices.axes or any(batch <= axis < batch + depth for axis in data.axes):
         raise UnknownUseError
     axes = {axis: without_fill(carrier) for axis, carrier in indices.axes.items()}
     axes |= {axis - batch - depth + lead: c for axis, c in data.axes.items() if axis >= batch + depth}
     return [call.step.after([replace(value, axes={}) for value in call.operands], Value(call.shape, axes))]
+
+
+def _in_order(call: Call, data: Value, indices: np.ndarray) -> Value:
+    """Return what constant indices pick where they name all positions of the dimension in their order."""
+    lead, depth = indices.ndim - 1, indices.shape[-1]
+    axes = {axis - depth + lead: carrier for axis, carrier in data.axes.items() if axis >= depth}
+    for axis, carrier in data.axes.items():
+        if axis >= depth:
+            continue
+        column = constant(indices[..., axis])
+        sized = (at for at, size in enumerate(column.shape) if size == carrier.extent)
+        place = next((at for at in sized if column.counts(at, carrier)), None)
+        if place is None or not data.is_plain(axis):
+            raise UnknownUseError
+        axes[place] = carrier
+    return call.step.after([replace(data, axes={})], Value(call.shape, axes))
 
 
 @rule("ScatterND")

@@ -282,6 +282,14 @@ the entry of each row that is the largest: N SPLIT
     one) a = ArgMax<axis=1, keepdims=0>(s) c = Unsqueeze(r, ones) d = Unsqueeze(a, ones) i = Concat<axis=-1>(c, d)
     y = GatherND(x, i) }
 
+all positions of a row, by constant indices: T SPLIT
+    g (float[2,T] x) => (float[T] y) $INTS> { s = Shape<start=1>(x) t = Squeeze(s) r = Range(zero, t, one) c =
+    Unsqueeze(r, ones) z = Sub(c, c) i = Concat<axis=-1>(z, c) y = GatherND(x, i) }
+
+all positions of a row in reverse: T EXACT
+    g (float[2,T] x) => (float[T] y) $INTS> { s = Shape<start=1>(x) t = Squeeze(s) r = Range(zero, t, one) e =
+    Sub(t, one) b = Sub(e, r) c = Unsqueeze(b, ones) z = Sub(c, c) i = Concat<axis=-1>(z, c) y = GatherND(x, i) }
+
 entries of rows in another order: N EXACT
     g (float[N,4,3] x, int64[2,2] i) => (float[2,3] y) { y = GatherND(x, i) }
 
