@@ -22,7 +22,7 @@ from nimblec.padding.folds import (
 )
 from nimblec.padding.onnx_call import Call, UnknownUseError, rule, shape_of, tensor_type
 from nimblec.padding.rules import flat_along, product
-from nimblec.padding.values import Number, Shape, Value, constant, without_fill
+from nimblec.padding.values import Number, Shape, Value, without_fill
 
 _ELEMENTWISE = (
     "Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot",
@@ -317,29 +317,13 @@ def _gather_nd(call: Call) -> list[Value]:
         columns = [call.step.reshape(part, part.shape[:1]) for part in indices.parts]
         return [call.step.pick(data, columns, call.shape)]
     if indices.array is not None and not batch and data.axes:
-        return [_in_order(call, data, indices.array)]
+        return [call.step.pick_in_order(data, np.moveaxis(indices.array, -1, 0), call.shape)]
     is_batched = all((axis in data.axes) == (axis in indices.axes) for axis in range(batch))
     if not is_batched or lead in indices.axes or any(batch <= axis < batch + depth for axis in data.axes):
         raise UnknownUseError
     axes = {axis: without_fill(carrier) for axis, carrier in indices.axes.items()}
     axes |= {axis - batch - depth + lead: c for axis, c in data.axes.items() if axis >= batch + depth}
     return [call.step.after([replace(value, axes={}) for value in call.operands], Value(call.shape, axes))]
-
-
-def _in_order(call: Call, data: Value, indices: np.ndarray) -> Value:
-    """Return what constant indices pick where they name all positions of the dimension in their order."""
-    lead, depth = indices.ndim - 1, indices.shape[-1]
-    axes = {axis - depth + lead: carrier for axis, carrier in data.axes.items() if axis >= depth}
-    for axis, carrier in data.axes.items():
-        if axis >= depth:
-            continue
-        column = constant(indices[..., axis])
-        sized = (at for at, size in enumerate(column.shape) if size == carrier.extent)
-        place = next((at for at in sized if column.counts(at, carrier)), None)
-        if place is None or not data.is_plain(axis):
-            raise UnknownUseError
-        axes[place] = carrier
-    return call.step.after([replace(data, axes={})], Value(call.shape, axes))
 
 
 @rule("ScatterND")

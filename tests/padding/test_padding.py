@@ -615,6 +615,10 @@ MODULES: dict[str, tuple[Any, tuple[Fit, Fit]]] = {
         lambda x, _: x + x[torch.arange(4), x[:, :, 0].argmax(1)][:, None],
         (SPLIT, EXACT),
     ),
+    "a mask read by constant indices": (
+        lambda x, mask: x + mask[torch.arange(4)[:, None], torch.arange(6)].bool()[..., None],
+        (SPLIT, SPLIT),
+    ),
     "pooling": (lambda x, _: functional.max_pool1d(x.mT, 3, 1, 1).mT, (SPLIT, EXACT)),
     "embedding": (lambda x, _: functional.embedding((x > 0).long(), torch.ones(2, 4)).sum(2), (SPLIT, SPLIT)),
 }
