@@ -22,7 +22,7 @@ from nimblec.padding.folds import (
 )
 from nimblec.padding.onnx_call import Call, UnknownUseError, rule, shape_of, tensor_type
 from nimblec.padding.rules import flat_along, product
-from nimblec.padding.values import Number, Shape, Value, without_fill
+from nimblec.padding.values import Number, Shape, Value, constant, without_fill
 
 _ELEMENTWISE = (
     "Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot",
