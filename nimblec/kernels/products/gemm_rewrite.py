@@ -44,7 +44,8 @@ def use_triton_kernels(
 
 def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
     last = request.nodes[-1]
-    views = [node for node in request.nodes if is_call(node, *WHOLE_VIEWS)]
+    after = request.nodes[request.nodes.index(request.head) :]
+    views = [node for node in after if is_call(node, *WHOLE_VIEWS)]
     result = viewed_alike(rewriter, call.put(rewriter, at=last), views, at=last)
     assert fake(result).stride() == fake(last).stride(), f"{last.format_node()} would become {result.format_node()}"
     rewriter.replace(last, result)
@@ -73,7 +74,8 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"
     weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
     counters = counters_of(tiling, shape, source.device)
-    shared = (request.x, weight, request.bias, _residual(request), counters, shape.out_channels)
+    x = request.x if request.before is None else _as_read(request, request.x)
+    shared = (x, weight, request.bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)
     if request.into is None:
@@ -93,6 +95,11 @@ def _residual(request: ProductRequest) -> fx.Node | AsStored | None:
     return AsStored(node=request.residual, shape=(request.shape.rows, request.shape.out_channels))
 
 
+def _as_read(request: ProductRequest, node: fx.Node) -> fx.Node | AsStored:
+    """Return what a prologue reads as the kernel takes it: a product's as one row."""
+    return node if request.kind != "linear" else AsStored(node=node, shape=(1, request.shape.depth))
+
+
 def _prologue(request: ProductRequest) -> dict[str, Any]:
     """Return the prologue as arguments of the ops."""
     before = request.before
@@ -100,7 +107,7 @@ def _prologue(request: ProductRequest) -> dict[str, Any]:
         return {}
     given: dict[str, Any] = {"before": before.activation}
     if before.gate is not None:
-        given["gate"] = before.gate
+        given["gate"] = _as_read(request, before.gate)
     for name, value in (("scale", before.scale), ("shift", before.shift)):
         if value is not None:
             given[name] = Made(source=value, make=lambda vector: vector.float().contiguous(), role="factors")
