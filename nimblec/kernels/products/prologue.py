@@ -26,8 +26,8 @@ aten = torch.ops.aten
 class PrologueMatch:
     """Calls that compute ``activation(x * scale + shift) * gate``: ``nodes`` in their order, the last is the result.
 
-    Only ``sharers`` requests read that result, a row through ``views``. ``scale`` and ``shift`` are (channels,) in float64. The
-    images and the gate are known by their places among the calls' arguments, as these may be replaced.
+    Only ``sharers`` requests read that result, a row through ``views``. ``scale`` and ``shift`` are (channels,) in
+    float64. The images and the gate are known by their places among the calls' arguments, as these may be replaced.
     """
 
     nodes: tuple[fx.Node, ...]
