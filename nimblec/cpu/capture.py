@@ -40,6 +40,7 @@ from nimblec.cpu.branches import take_branches
 from nimblec.cpu.buffers import Buffers
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
+from nimblec.cpu.misfits import stop_at_misfits
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.reference import ReferenceModel
 from nimblec.cpu.regions import REGION, find_regions
@@ -101,6 +102,7 @@ def read(
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
     take_branches(model, Path(path).parent)
+    stop_at_misfits(model, Path(path).parent)
     correct(model)
     return model
 
