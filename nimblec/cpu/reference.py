@@ -94,7 +94,8 @@ def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[Reference
     check_sizes({t.name: TensorType(dtype=t.dtype, shape=static_shape(t)) for t in model.inputs})
     names = [value.name for value in model.proto.graph.output]
     said: list[str] = []
-    for ranges in (model.ranges, _positive(model), _compared(model)):
+    others = (ranges for ranges in (_positive(model), _compared(model)) if ranges != model.ranges)
+    for ranges in (model.ranges, *others):
         given = replace(model, ranges=ranges)
         feeds = [{**feed, **model.state_inputs} for feed in draw_feeds(given)]
         results = run_feeds(model.proto, model.folder, names, feeds)
