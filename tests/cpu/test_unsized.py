@@ -50,6 +50,14 @@ OUTPUTS: Mapping[str, tuple[str, dict[str, ArrayLike], Sequence[Feed]]] = {
         {"most": [3], "iou": np.float32([0.5]), "least": np.float32([0.0])},
         [{"b": normal(1, 5, 4), "s": s} for s in (normal(1, 2, 5), -np.ones((1, 2, 5), np.float32))],
     ),
+    "If": (
+        (
+            "(float[2, 4] x, bool c) => (float[n, m] y) { y = If (c) <then_branch = g () => (float[2, 4] t) "
+            "{t = Neg (x)}, else_branch = h () => (float[4, 2] e) {e = Transpose (x)}> }"
+        ),
+        {},
+        [{"x": normal(2, 4), "c": np.array(c)} for c in (True, False)],
+    ),
     "TopK": (
         "(float[8] x, int64[1] k) => (float[n] y, int64[n] i) { y, i = TopK (x, k) }",
         {},
