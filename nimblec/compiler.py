@@ -87,6 +87,7 @@ def compile_model(
                 # A size between those of a range may not suit the model.
                 with suppress(CompileError):
                     notes = compile_once(compiler, source, target, every, folder / "every.plan", stopwatch)
+                    notes += ("every size of a range has a program, since calls cannot be padded",)
                     (folder / "every.plan").replace(written)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
