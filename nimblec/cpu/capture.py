@@ -255,7 +255,7 @@ class _Builder:
         self._arrays = dict(optimized.arrays)
         kept = {tensor.output for tensor in state}
         self._outputs = [value.name for value in model.graph.output if value.name not in kept]
-        found = values.infer(optimized, model_file.inputs(model), sample_ranges)
+        found = values.infer(optimized, model_file.inputs(model), sample_ranges, bounds)
         if resized := next((tensor for tensor in state if tensor.output in found.unsized), None):
             raise UnsupportedModelError(f"state {resized.name!r}: its size after a run depends on values")
         self._regions = find_regions(optimized, found, self._outputs, bounds)

@@ -172,6 +172,15 @@ def test_bound_of_an_output_that_nothing_bounds() -> None:
         assert executable.run({"n": np.array(2)})["y"].tolist() == [0, 1]
 
 
+def test_bound_of_an_output_that_one_example_would_fix() -> None:
+    """The runs that show shapes draw the number of trips from the example's range: twice the same."""
+    body = "(int64 i, bool c, float[] v) => (bool d, float[] w) {d = Identity (c) w = Concat <axis = 0> (v, one)}"
+    text = f"(int64 n, float[2] x) => (float[k] y) {{ y = Loop <body = b {body}> (n, , x) }}"
+    model = parse(text, one=np.float32([1]))
+    feeds = [{"n": np.array(n), "x": normal(2)} for n in (0, 3, 5)]
+    check(model, feeds, bounds={"y": (8,)}, examples={"n": np.array(5)})
+
+
 class Masked(nn.Module):
     """What is positive, and its sum."""
 
