@@ -143,11 +143,6 @@ def test_values_that_do_not_fit_are_refused(dtype: str, shape: tuple[Any, ...], 
         make_constant(model_with(getattr(TensorProto, dtype), *shape), constants)
 
 
-def test_a_branch_that_does_not_fit_has_the_option_named(rated: Path) -> None:
-    with pytest.raises(package.CompileError, match=r"\(If\).*: if an input chooses the branch, make it a const"):
-        package.compile(rated, target="cpu", dims={"n": 2}, inputs={"scale": (1,)})
-
-
 def test_other_names_and_models_are_refused(rated: Path) -> None:
     with pytest.raises(package.CompileError, match="--constant gain: the model has no such input; its inputs are 'x'"):
         package.compile(rated, target="cpu", constants={"gain": 1})

@@ -15,9 +15,10 @@ from nimblert.cuda.driver import Context, Handle, call, release
 from nimblert.cuda.memory import Bases, BlockPool, DeviceMemory, HostLayout, Staging, allocate
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.program import GraphProgram
-from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers
+from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers, page_locked
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.cuda.working import CudaWorking, DeviceArena
+from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Work
 from nimblert.plan.dimensions import Shapes
 
@@ -60,8 +61,8 @@ class CudaLoaded:
         """Load a program into the memory of a context."""
         return CudaBackend(self, program, working, poison=poison)
 
-    def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """Return a new array in page-locked memory for an input, in its layout."""
+    def empty(self, tensor: Tensor) -> np.ndarray:
+        """Return a new array in page-locked memory for an input or output, in its layout."""
         return HostLayout.of(tensor).over(self.host_pool.take(tensor.span_nbytes))
 
     def refit(self, refits: "Sequence[Refit]", backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
@@ -147,11 +148,23 @@ class CudaBackend(GraphProgram):
         while self._prepared:
             self._prepared.popitem()[1].close()
 
-    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
-        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
+    def bind(self, tensor: Tensor, array: DeviceArray | np.ndarray | None) -> None:
+        """Use an array of the caller in place of an input or output; None restores the program's own memory.
+
+        Raises InputError for one in memory that the GPU does not reach.
+        """
         self._context.make_current()
         self.in_flight.wait()
-        address = self._own.address(tensor.pointer) if array is None else array.address
+        if array is None:
+            address = self._own.address(tensor.pointer)
+        else:
+            found = page_locked(array) if isinstance(array, np.ndarray) else array.address
+            if found is None:
+                raise InputError(
+                    f"bind {tensor.name!r}: the array is on the host: give one on the GPU, or one that empty_input or "
+                    "empty_output returned"
+                )
+            address = found
         memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
         old, self._graph = self._graph, self.instantiate(memory)
         release("cuGraphExecDestroy", old)
