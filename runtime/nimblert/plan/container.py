@@ -13,6 +13,7 @@ from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
+from nimblert.stages import stage
 
 if TYPE_CHECKING:
     from nimblert.plan.signatures import Trust
@@ -155,6 +156,7 @@ def digest(image: memoryview) -> bytes:
     return sha256.digest()
 
 
+@stage("SHA-256")
 def verify_digest(image: memoryview, path: str) -> None:
     """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
     if digest(image) != image[-DIGEST_NBYTES:]:

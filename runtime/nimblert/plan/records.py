@@ -8,10 +8,9 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
+from numbers import Integral
 from os import PathLike
 from typing import TypeAlias
-
-import numpy as np
 
 from nimblert.errors import InputError
 
@@ -599,7 +598,7 @@ def _brief(tensor: Tensor | Weight) -> str:
 
 def is_integer(value: object) -> bool:
     """Return whether it is a number without a fraction, numpy's too; True is not one."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
