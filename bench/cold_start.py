@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,18 @@ def written(system: str, model: str, level: int | None, folder: Path) -> tuple[P
         torch.save(args, inputs)
     path = folder / "model"
     with torch.no_grad():
-        if system == "nimblec":
+        if level is None and system in {"nimblec", "ONNX Runtime"}:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.onnx.export(module, args, path.with_suffix(".onnx"), dynamo=True, verbose=False)
+            model = str(path.with_suffix(".onnx"))
+        if system == "ONNX Runtime":
+            path = Path(model)
+        elif system == "nimblec":
+            path = path.with_suffix(".plan")
             compiling.compiled(model, compiling.options(folder, level), path)
         elif system == "torch.compile":
             torch.save((module, args), path)
-        elif system == "ONNX Runtime":
-            torch.onnx.export(module, args, path, dynamo=True, verbose=False)
         else:
             from torch._inductor import aoti_compile_and_package
 
@@ -145,7 +152,7 @@ def measure(system: str, model: str, level: int | None, repeats: int) -> dict[st
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path, inputs = written(system, model, level, folder)
-        nbytes = sum(file.stat().st_size for file in folder.glob("model*") if file.is_file())
+        nbytes = sum(file.stat().st_size for file in folder.glob(f"{path.name}*"))
         runs = [started(system, path, inputs, folder) for _ in range(repeats + 1)]
     if problem := next((run["problem"] for run in runs if "problem" in run), None):
         return {"problem": problem}
