@@ -118,7 +118,7 @@ def load(
         make = partial(make, choice=choice)
         # A signature covers the weights by their digests: later changes of their file must not matter either.
         check = partial(checked, decoded, program, limits, weights, copy=copy or trust is not None, shared=shared)
-        verify_digest = partial(container.verify_digest, image, path)
+        verify_digest = partial(container.verify_digest, image, path, decoded)
         if decoded.target is Target.CPU:
             verify_digest()
             return make(check())

@@ -19,6 +19,7 @@ import nimblert
 from nimblec.plan import encoder
 from nimblert import DeviceMismatchError, PlanFormatError, stages
 from nimblert.cuda import driver
+from nimblert.plan import Plan
 
 pytest_plugins = ("gpu_memory",)
 
@@ -113,7 +114,7 @@ def test_weights_are_uploaded_before_the_digest_is_known_and_no_code_is_loaded(
     uploaded: list[int] = []
     verify = nimblert.plan.container.verify_digest
 
-    def late(image: memoryview, path: str) -> None:
+    def late(image: memoryview, path: str, _: Plan) -> None:
         while "cuMemAlloc" not in host.calls:
             time.sleep(0.001)
         uploaded.append(host.calls["cuMemAlloc"])

@@ -511,6 +511,8 @@ class Plan:
     A FAT plan has ``parts``, plans of one interface for several machines, and the weights that several of them have,
     named by the hexadecimal digests by which parts refer to them.
 
+    ``digests`` are SHA-256 digests in a large file, as `nimblert.plan.container.digests` makes them.
+
     A plan that was read is a view of the bytes of its file; one that was made in memory, by `dataclasses.replace` too,
     has none.
     """
@@ -529,6 +531,7 @@ class Plan:
     refits: tuple[Program, ...] = ()
     bodies: tuple[Program, ...] = ()
     parts: tuple[Part, ...] = ()
+    digests: bytes = field(default=b"", repr=False, compare=False)
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
     saved_nbytes: int = field(default=0, init=False, repr=False, compare=False)
