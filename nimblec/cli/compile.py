@@ -246,7 +246,8 @@ def compile_model(
     chosen, reason = compiler.choose_target(options.target)
     if not quiet and not as_json:
         echo(f"target: {chosen.name.lower()} ({reason})")
-    options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
+    if not options.is_for_absent:
+        options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
     start_s = time.perf_counter() - begin
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compiler.compile_model(

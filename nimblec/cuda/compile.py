@@ -43,16 +43,21 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        return tuple(_run_worker(folder, observer))
+        return tuple(_run_worker(_worker_of(options), folder, observer))
+
+
+def _worker_of(options: Options) -> str:
+    """Return the module of the process that compiles: for the GPU here, or for one that is not."""
+    return "nimblec.cuda.absent.worker" if options.is_for_absent else "nimblec.cuda.worker"
 
 
 _STDERR = 2
 """The output of the user's model goes to standard error, apart from nimblec's own."""
 
 
-def _run_worker(request: Path, observer: Observer) -> list[str]:
+def _run_worker(module: str, request: Path, observer: Observer) -> list[str]:
     read_end, write_end = os.pipe()
-    worker = module_command("nimblec.cuda.worker", str(request), str(write_end))
+    worker = module_command(module, str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
     with ExitStack() as stack:
         events = stack.enter_context(os.fdopen(read_end))

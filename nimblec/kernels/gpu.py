@@ -101,6 +101,24 @@ SM_80 = GPU(
     speed=_speed((8, 0)),
 )
 """A100."""
+SM_86 = GPU(
+    capability=(8, 6),
+    multiprocessors=82,
+    shared_per_block=99 * KIB,
+    shared_per_multiprocessor=100 * KIB,
+    l2=6 * KIB * KIB,
+    speed=_speed((8, 6)),
+)
+"""GeForce RTX 3090; A10 and A40 are alike."""
+SM_89 = GPU(
+    capability=(8, 9),
+    multiprocessors=142,
+    shared_per_block=99 * KIB,
+    shared_per_multiprocessor=100 * KIB,
+    l2=96 * KIB * KIB,
+    speed=_speed((8, 9)),
+)
+"""L40S."""
 SM_90 = GPU(
     capability=(9, 0),
     multiprocessors=132,
@@ -126,4 +144,4 @@ SM_120 = GPU(
     speed=_speed((12, 0)),
 )
 """GeForce RTX 5090."""
-KNOWN = (SM_80, SM_90, SM_100, SM_120)
+KNOWN = (SM_80, SM_86, SM_89, SM_90, SM_100, SM_120)

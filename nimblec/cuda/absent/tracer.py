@@ -1,0 +1,230 @@
+"""A run on tensors without data, whose launches become the tasks of a graph."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.ir import Access, CopyWork, FillWork, Graph, KernelWork, Op, Task, TensorView
+from nimblec.cuda.absent.buffers import BufferTable
+from nimblec.cuda.absent.code import Code, CodeTable
+from nimblec.cuda.absent.inductor import seeing_launches
+from nimblec.graph.writes import written_positions
+from nimblec.kernels.gpu import GPU
+from nimblec.kernels.launch import ops, prepared
+from nimblec.optimize.passes import inductor
+from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.outputs import name_outputs
+from nimblec.pytorch.state import scratch_storages
+from nimblert.plan import Dim3
+
+aten = torch.ops.aten
+
+_ALLOCATIONS = frozenset({
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+})  # fmt: skip
+
+
+class Tracer(TorchDispatchMode):
+    """Sees each call of a run: our kernels and generated code become launches, other calls are generated alone.
+
+    Entered inside a `FakeTensorMode`. ``source`` names the part of the model that runs.
+    """
+
+    def __init__(self, gpu: GPU, buffers: BufferTable) -> None:
+        TorchDispatchMode.__init__(self)
+        self._code = CodeTable(gpu)
+        self._buffers = buffers
+        self._ops: list[Op] = []
+        self._tasks: list[Task] = []
+        self._generated: dict[str, Callable[..., Any]] = {}
+        self._inside = ""
+        self._programmatic = False
+        self.source = ""
+
+    def set_source(self, source: str) -> None:
+        """Name the part of the model that runs next."""
+        self.source = source
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ops():
+            with self:
+                made = prepared(func, *args, **kwargs)
+            self._launch_template(func, args, kwargs, made)
+            return made.results
+        if func in inductor.COMPILED:
+            return self._run_generated(str(func), inductor.COMPILED[func], args)
+        result = func(*args, **kwargs)
+        if func in _ALLOCATIONS or _is_view(func) or self._moves(func, args, kwargs, result):
+            return result
+        if self._inside:
+            raise UnsupportedModelError(self._refusal(f"{self._inside} calls {func}"))
+        return self._generate(func, args, kwargs)
+
+    def graph(self, inputs: tuple[TensorView, ...], outputs: tuple[TensorView, ...]) -> Graph:
+        """Return what was seen as a graph."""
+        return Graph(
+            modules=tuple(self._code.modules),
+            kernels=tuple(self._code.kernels),
+            buffers=self._buffers.buffers(access.buffer for task in self._tasks for access in task.writes),
+            ops=tuple(self._ops),
+            tasks=tuple(self._tasks),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def _launch_template(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Add the launch of one of our kernels: it reads the op's arguments, and writes its results and the rest."""
+        launch = made.launch
+        code = self._code.of_job(launch.job)
+        positions = written_positions(func, args)
+        formals = func._schema.arguments
+        given = {formal.name: value for formal, value in zip(formals, args, strict=False)} | dict(kwargs)
+        written = [made.results, *(given.get(formals[at].name) for at in positions)]
+        read = [given.get(formal.name) for at, formal in enumerate(formals) if at not in positions]
+        known = {t.untyped_storage()._cdata for t in pytree.tree_leaves((read, written)) if isinstance(t, torch.Tensor)}
+        own = [t for t in launch.pointers.values() if t is not None and t.untyped_storage()._cdata not in known]
+        self._add(str(func), code, launch.pointers, (launch.blocks, 1, 1), [*read, *own], [*written, *own])
+
+    def _run_generated(self, name: str, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+        outer, self._inside = self._inside, name
+        try:
+            with seeing_launches(self._seen), self:
+                return run(*args)
+        finally:
+            self._inside = outer
+
+    def _seen(
+        self,
+        name: str,
+        compiled: Any,
+        given: dict[str, Any],
+        grid: Dim3,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        self._add(name, self._code.add(compiled), given, grid, reads, writes)
+
+    def _generate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call as code that Inductor generates for it alone."""
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        described = [_described(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        key = f"{func} {structure} {described}"
+        if key not in self._generated:
+            graph = fx.Graph()
+            places = [graph.placeholder(f"input_{n}") if isinstance(leaf, torch.Tensor) else leaf
+                      for n, leaf in enumerate(leaves)]
+            call_args, call_kwargs = pytree.tree_unflatten(places, structure)
+            call = graph.call_function(func, call_args, call_kwargs)
+            is_mutable = func._schema.is_mutable
+            graph.output(() if is_mutable else (call,))
+            try:
+                with _disable_current_modes():
+                    self._generated[key] = inductor.compile_graph(fx.GraphModule({}, graph), tensors)
+            except inductor.REFUSAL as exc:
+                raise UnsupportedModelError(self._refusal(f"{func} has no generated kernel ({exc})")) from exc
+        results = self._run_generated(str(func), self._generated[key], [list(tensors)])
+        return args[written_positions(func, args)[0]] if func._schema.is_mutable else results[0]
+
+    def _refusal(self, why: str) -> str:
+        where = f" in {self.source}" if self.source else ""
+        return f"{why}{where}, which only a library computes: compile this model on the GPU itself"
+
+    def _moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Add a copy or fill as a command, if the call is one over memory without gaps."""
+        if func is aten.clone.default or func is aten.copy_.default:
+            target, source = (result, args[0]) if func is aten.clone.default else (args[0], args[1])
+            if not _lie_alike(target, source):
+                return False
+            (dst,), (src,) = self._buffers.accesses(target), self._buffers.accesses(source)
+            self._task(str(func), CopyWork(dst=dst, src=src), (src,), (dst,))
+            return True
+        return False
+
+    def _add(
+        self,
+        name: str,
+        code: Code,
+        given: Mapping[str, Any],
+        grid: Dim3,
+        reads: Any,
+        writes: Any,
+    ) -> None:
+        work = self._code.work(code, given, grid, self._buffers.place)
+        pointed = {reference.buffer for reference in work.references}
+        written = dict.fromkeys(a for a in self._buffers.accesses(writes) if a.buffer in pointed)
+        read = dict.fromkeys(a for a in self._buffers.accesses(reads) if a.buffer in pointed)
+        before = len(self._tasks) - 1 if code.is_programmatic and self._programmatic else None
+        self._task(name, work, tuple(read), tuple(written), before)
+        self._programmatic = True
+
+    def _task(
+        self, name: str, work: Any, reads: tuple[Access, ...], writes: tuple[Access, ...], after: int | None = None
+    ) -> None:
+        self._tasks.append(Task(op=len(self._ops), work=work, reads=reads, writes=writes, programmatic_after=after))
+        self._ops.append(Op(name=name, source=self.source))
+        self._programmatic = False
+
+
+def _is_view(func: Any) -> bool:
+    return not func._schema.is_mutable and any(result.alias_info for result in func._schema.returns)
+
+
+def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype and strides, and no gaps."""
+    if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()) or not a.numel():
+        return False
+    return 1 + sum((size - 1) * stride for size, stride in zip(a.shape, a.stride(), strict=True)) == a.numel()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+
+
+def trace(model: TorchModel, gpu: GPU) -> Graph:
+    """Return the graph of a flat model on real tensors of the CPU, as it would run on ``gpu``."""
+    buffers = BufferTable()
+    scratch = scratch_storages(model.module)
+    with FakeTensorMode() as mode:
+        fakes: dict[int, torch.Tensor] = {}
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+        module = fx.GraphModule(model.module, model.module.graph)
+        for name, value in (*module.named_buffers(), *module.named_parameters()):
+            if id(value) not in fakes:
+                fakes[id(value)] = moved(value)
+                is_scratch = value.untyped_storage()._cdata in scratch
+                buffers.add_constant(fakes[id(value)], value, "" if is_scratch else name, is_state=is_scratch)
+            parent, _, last = name.rpartition(".")
+            delattr(module.get_submodule(parent), last)
+            module.get_submodule(parent).register_buffer(last, fakes[id(value)])
+        args = tuple(moved(tensor) for tensor in model.args)
+        inputs = tuple(
+            buffers.add_input(name, tensor, example)
+            for (name, example), tensor in zip(model.inputs, args, strict=True)
+        )
+        tracer = Tracer(gpu, buffers)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(tracer)
+            result = replace(model, module=module, args=args).run(tracer.set_source)
+        outputs = tuple(buffers.add_output(name, tensor) for name, tensor in name_outputs(result))
+        return tracer.graph(inputs, outputs)

@@ -1,0 +1,161 @@
+"""The process that compiles for a GPU that is not there: ``python -m nimblec.cuda.absent.worker REQUEST EVENTS_FD``.
+
+It replaces functions of torch (`nimblec.cuda.absent.inductor`), so every compilation has a fresh process.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.ir import Part
+from nimblec.cuda.absent.target import find_gpu
+from nimblec.cuda.check import report
+from nimblec.cuda.load import choose_without_timing, load_models
+from nimblec.cuda.reports import Reports
+from nimblec.cuda.request import CompileRequest
+from nimblec.cuda.selection import half
+from nimblec.kernels.gpu import GPU
+from nimblec.padding.fits import mark_masks
+from nimblec.plan import encoder
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.planning import choose_schedule
+from nimblert import golden
+from nimblert.plan import Device, Program, Target
+
+if TYPE_CHECKING:
+    from nimblec.pytorch.model import TorchModel
+
+_SEED = 0
+_TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 8e-2}
+"""The largest difference from the CPU's results to allow on the GPU, relative to an output's largest magnitude."""
+
+
+class _Worker:
+    def __init__(self, request: CompileRequest, reports: Reports) -> None:
+        self._request = request
+        self._reports = reports
+        self._gpu = find_gpu(request.options.target)
+
+    def compile(self) -> None:
+        request, reports = self._request, self._reports
+        with reports.stage("import the framework"):
+            from nimblec.cuda.absent.inductor import pretend
+            from nimblec.kernels import triton_start
+
+            triton_start.choose_assembler()
+            pretend(self._gpu)
+        with reports.stage("load the model"):
+            originals = load_models(request, device="cpu")
+            choose_without_timing()
+        parts, rewritten = [], []
+        for (entry, profile), original in originals.items():
+            reports.note(original.notes)
+            kernels, part = self._compiled(original)
+            parts.append(replace(part, entry=entry, profile=profile))
+            rewritten.append(kernels)
+        plan = mark_masks(assemble(parts, self._provenance()), request.options.pad_masks)
+        with reports.stage("run on the CPU"):
+            programs = zip(plan.programs, rewritten, originals.values(), strict=True)
+            plan = replace(plan, programs=tuple(self._with_golden(*each) for each in programs))
+        with reports.stage("write"):
+            encoder.write(plan, request.output)
+
+    def _compiled(self, original: "TorchModel") -> "tuple[TorchModel, Part]":
+        """Return a model after the rewrites that the CPU can compute, and its scheduled graph for the GPU."""
+        from nimblec.cuda.absent.tracer import trace
+        from nimblec.kernels.compiling import compile_all
+        from nimblec.kernels.launch import jobs
+        from nimblec.optimize import o2
+        from nimblec.optimize.passes import inductor
+        from nimblec.optimize.pipeline import Runs, Setting
+
+        options, gpu = self._request.options, self._gpu
+        report = (lambda step: self._reports.note([str(step)])) if options.print_passes else None
+        inductor.device.set("cuda")
+        with self._reports.stage("optimize"):
+            setting = Setting(device="cuda", dtype=half(options.precision), use=o2.first(gpu))
+            runs = Runs(original, setting, report)
+            pipelines = o2.TRITON_NORMS.pipelines
+            kernels, final = runs(*pipelines[:-1]), runs(*pipelines)
+        with self._reports.stage("compile kernels"):
+            compile_all(jobs(final.module), gpu=gpu)
+        with self._reports.stage("trace"):
+            graph = trace(final, gpu)
+        with self._reports.stage("schedule"):
+            how = {"streams": options.streams, "memory_limit": options.memory_limit}
+            part = choose_schedule(graph, self._provenance(), None, **how)
+        self._reports.note(part.notes)
+        return kernels, part
+
+    def _with_golden(self, program: Program, kernels: "TorchModel", original: "TorchModel") -> Program:
+        """Return the program with what the CPU computes by the same rewrites, and a tolerance for the GPU's rounding."""
+        outputs = _compute(kernels, golden.draw_inputs(program, _SEED))
+        compute = partial(_compute, original), partial(_compute, kernels)
+        self._reports.note(report(program, *compute, self._request.options.max_error))
+        tolerance = max(_TOLERANCES.get(t.dtype, 0.0) for t in (*program.inputs, *program.outputs))
+        return replace(program, golden=golden.record(_SEED, outputs, tolerance))
+
+    def _provenance(self) -> Provenance:
+        import torch
+        import triton
+
+        gpu, options = self._gpu, self._request.options
+        device = Device(
+            name=f"sm_{gpu.architecture} by record",
+            compute_capability=gpu.capability,
+            multiprocessor_count=gpu.multiprocessors,
+            driver_version=_cuda_version() // 1000 * 1000,
+        )
+        versions = (("torch", torch.__version__), ("triton", triton.__version__))
+        how = (("level", "-O2, by record"), ("precision", options.precision))
+        return Provenance(target=Target.CUDA, device=device, versions=(*versions, *how))
+
+
+def _cuda_version() -> int:
+    """Return the CUDA version of the assembler, as a driver numbers its own."""
+    from triton import knobs
+
+    major, minor = map(int, str(knobs.nvidia.ptxas.version).split(".")[:2])
+    return 1000 * major + 10 * minor
+
+
+def _compute(model: "TorchModel", inputs: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """Return a model's results on the CPU."""
+    import torch
+
+    from nimblec.pytorch.outputs import name_outputs
+    from nimblec.pytorch.tensors import as_array, as_tensor
+
+    with torch.no_grad():
+        for name, tensor in model.inputs:
+            tensor.copy_(as_tensor(inputs[name]))
+        return [as_array(tensor) for _, tensor in name_outputs(model.run(lambda _: None))]
+
+
+def main(request_path: str, events_fd: int) -> int:
+    """Serve one request; 0 where the plan file was written."""
+    os.set_inheritable(events_fd, False)
+    with os.fdopen(events_fd, "w", buffering=1) as pipe:
+        os.register_at_fork(after_in_child=pipe.close)
+        reports = Reports(pipe)
+        try:
+            request = CompileRequest.load(Path(request_path))
+            sys.path[:0] = request.sys_path
+            _Worker(request, reports).compile()
+        except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
+            reports.failure(exc)
+            return 2
+        return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(status)
