@@ -70,7 +70,7 @@ class Tracer(TorchDispatchMode):
         if func in inductor.COMPILED:
             return self._run_generated(str(func), inductor.COMPILED[func], args)
         result = func(*args, **kwargs)
-        if func in _ALLOCATIONS or _is_view(func) or self._moves(func, args, kwargs, result):
+        if func in _ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
             return result
         if self._inside:
             raise UnsupportedModelError(self._refusal(f"{self._inside} calls {func}"))
@@ -146,7 +146,7 @@ class Tracer(TorchDispatchMode):
         where = f" in {self.source}" if self.source else ""
         return f"{why}{where}, which only a library computes: compile this model on the GPU itself"
 
-    def _moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    def _moves(self, func: Any, args: Sequence[Any], result: Any) -> bool:
         """Add a copy or fill as a command, if the call is one over memory without gaps."""
         if func is aten.clone.default or func is aten.copy_.default:
             target, source = (result, args[0]) if func is aten.clone.default else (args[0], args[1])
@@ -180,6 +180,10 @@ class Tracer(TorchDispatchMode):
         self._tasks.append(Task(op=len(self._ops), work=work, reads=reads, writes=writes, programmatic_after=after))
         self._ops.append(Op(name=name, source=self.source))
         self._programmatic = False
+
+
+def _has_tensors(result: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result))
 
 
 def _is_view(func: Any) -> bool:
