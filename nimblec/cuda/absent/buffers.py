@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from nimblec.base.errors import UnsupportedModelError
@@ -38,10 +37,8 @@ class BufferTable:
     def add_constant(self, tensor: torch.Tensor, value: torch.Tensor, name: str, *, is_state: bool) -> None:
         """Add the buffer of ``tensor``, which begins as the real ``value`` of equal strides."""
         nbytes = tensor.untyped_storage().nbytes()
-        with _disable_current_modes(), torch.no_grad():
-            filled = torch.zeros(nbytes // value.element_size(), dtype=value.dtype)
-            filled.as_strided(value.shape, value.stride()).copy_(value)
-            data = memoryview(filled.view(torch.uint8).numpy())
+        filled = torch.zeros(nbytes // value.element_size(), dtype=value.dtype)
+        filled.as_strided(value.shape, value.stride()).copy_(value.detach())
         self._add(
             tensor,
             Buffer(
@@ -50,7 +47,7 @@ class BufferTable:
                 name=name,
                 dtype=DTYPE_NAMES[value.dtype] if value.is_contiguous() else "uint8",
                 shape=tuple(value.shape) if value.is_contiguous() else (nbytes,),
-                data=data,
+                data=memoryview(filled.view(torch.uint8).numpy()),
                 storage=value.untyped_storage()._cdata,
             ),
         )

@@ -42,6 +42,7 @@ def pretend(gpu: GPU) -> None:
     cuda: Any = torch.cuda
     cuda.get_device_properties = lambda device=None: properties  # noqa: ARG005 - the signature is torch's
     cuda.get_device_capability = lambda device=None: gpu.capability  # noqa: ARG005
+    cuda.is_bf16_supported = lambda including_emulation=True: True  # noqa: ARG005
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
     cuda.set_device = lambda device: None  # noqa: ARG005

@@ -1,7 +1,6 @@
 """A run on tensors without data, whose launches become the tasks of a graph."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.errors import UnsupportedModelError, first_line
 from nimblec.base.ir import Access, CopyWork, FillWork, Graph, KernelWork, Op, Task, TensorView
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.code import Code, CodeTable
 from nimblec.cuda.absent.inductor import seeing_launches
+from nimblec.graph.rewriter import constant_of
 from nimblec.graph.writes import written_positions
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops, prepared
@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):
                 with _disable_current_modes():
                     self._generated[key] = inductor.compile_graph(fx.GraphModule({}, graph), tensors)
             except inductor.REFUSAL as exc:
-                raise UnsupportedModelError(self._refusal(f"{func} has no generated kernel ({exc})")) from exc
+                raise UnsupportedModelError(self._refusal(f"{func} has no generated kernel ({first_line(exc)})")) from exc
         results = self._run_generated(str(func), self._generated[key], [list(tensors)])
         return args[written_positions(func, args)[0]] if func._schema.is_mutable else results[0]
 
@@ -203,32 +203,42 @@ def _described(tensor: torch.Tensor) -> str:
 
 def trace(model: TorchModel, gpu: GPU) -> Graph:
     """Return the graph of a flat model on real tensors of the CPU, as it would run on ``gpu``."""
-    buffers = BufferTable()
-    scratch = scratch_storages(model.module)
-    with FakeTensorMode() as mode:
-        fakes: dict[int, torch.Tensor] = {}
+    buffers, mode = BufferTable(), FakeTensorMode()
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
 
-        module = fx.GraphModule(model.module, model.module.graph)
-        for name, value in (*module.named_buffers(), *module.named_parameters()):
-            if id(value) not in fakes:
-                fakes[id(value)] = moved(value)
+    module = _on_the_gpu(model.module, buffers, moved)
+    args = tuple(map(moved, model.args))
+    named = zip(model.inputs, args, strict=True)
+    inputs = tuple(buffers.add_input(name, tensor, example) for (name, example), tensor in named)
+    tracer = Tracer(gpu, buffers)
+    with torch.no_grad(), mode, tracer:
+        result = replace(model, module=module, args=args).run(tracer.set_source)
+    outputs = tuple(buffers.add_output(name, tensor) for name, tensor in name_outputs(result))
+    return tracer.graph(inputs, outputs)
+
+
+def _on_the_gpu(
+    module: fx.GraphModule, buffers: BufferTable, moved: Callable[[torch.Tensor], torch.Tensor]
+) -> fx.GraphModule:
+    """Return a copy of a module whose constants are on the GPU, without their values, which ``buffers`` get."""
+    scratch = scratch_storages(module)
+    module = fx.GraphModule(module, module.graph)
+    known: dict[str, torch.Tensor] = {}
+    by_value: dict[int, torch.Tensor] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in known:
+            value = constant_of(module, node)
+            if id(value) not in by_value:
+                by_value[id(value)] = moved(value)
                 is_scratch = value.untyped_storage()._cdata in scratch
-                buffers.add_constant(fakes[id(value)], value, "" if is_scratch else name, is_state=is_scratch)
-            parent, _, last = name.rpartition(".")
-            delattr(module.get_submodule(parent), last)
-            module.get_submodule(parent).register_buffer(last, fakes[id(value)])
-        args = tuple(moved(tensor) for tensor in model.args)
-        inputs = tuple(
-            buffers.add_input(name, tensor, example)
-            for (name, example), tensor in zip(model.inputs, args, strict=True)
-        )
-        tracer = Tracer(gpu, buffers)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(tracer)
-            result = replace(model, module=module, args=args).run(tracer.set_source)
-        outputs = tuple(buffers.add_output(name, tensor) for name, tensor in name_outputs(result))
-        return tracer.graph(inputs, outputs)
+                buffers.add_constant(by_value[id(value)], value, "" if is_scratch else name, is_state=is_scratch)
+            known[name] = by_value[id(value)]
+    for name, tensor in known.items():
+        parent, _, last = name.rpartition(".")
+        delattr(module.get_submodule(parent), last)
+        setattr(module.get_submodule(parent), last, tensor)
+    return module
