@@ -9,8 +9,8 @@ import torch
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.ir import KernelWork, Reference
-from nimblec.cuda.capture.cubin_cut import cut
 from nimblec.cuda.capture.cubin_reading import parameters
+from nimblec.cuda.capture.modules import cut_or_whole
 from nimblec.kernels.compiling import Job, compile_job
 from nimblec.kernels.gpu import GPU
 from nimblert.plan import Dim3, Kernel, Module
@@ -63,7 +63,7 @@ class CodeTable:
             )
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise UnsupportedModelError(f"kernel {metadata.name} takes scratch memory from Triton's launcher")
-        cubin = cut(compiled.asm["cubin"], [metadata.name])
+        cubin = cut_or_whole(compiled.asm["cubin"], metadata.name)
         if cubin not in self._numbers:
             self._numbers[cubin] = len(self.kernels)
             self.modules.append(Module(origin="triton", code=memoryview(cubin)))

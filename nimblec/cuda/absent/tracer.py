@@ -214,8 +214,12 @@ def trace(model: TorchModel, gpu: GPU) -> Graph:
     named = zip(model.inputs, args, strict=True)
     inputs = tuple(buffers.add_input(name, tensor, example) for (name, example), tensor in named)
     tracer = Tracer(gpu, buffers)
-    with torch.no_grad(), mode, tracer:
-        result = replace(model, module=module, args=args).run(tracer.set_source)
+    try:
+        with torch.no_grad(), mode, tracer:
+            result = replace(model, module=module, args=args).run(tracer.set_source)
+    except UnsupportedModelError as exc:
+        # torch.fx adds the node to the message.
+        raise UnsupportedModelError(first_line(exc)) from exc
     outputs = tuple(buffers.add_output(name, tensor) for name, tensor in name_outputs(result))
     return tracer.graph(inputs, outputs)
 

@@ -50,6 +50,8 @@ class _Worker:
             from nimblec.kernels import triton_start
 
             triton_start.choose_assembler()
+            # It names files of this machine.
+            os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
             pretend(self._gpu)
         with reports.stage("load the model"):
             originals = load_models(request, device="cpu")
