@@ -32,7 +32,7 @@ class BufferTable:
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the number of a tensor's buffer, and the offset of its first element there."""
-        return self.number(tensor), tensor.storage_offset() * tensor.element_size()
+        return self.number(tensor), int(tensor.storage_offset()) * tensor.element_size()
 
     def add_constant(self, tensor: torch.Tensor, value: torch.Tensor, name: str, *, is_state: bool) -> None:
         """Add the buffer of ``tensor``, which begins as the real ``value`` of equal strides."""
@@ -47,7 +47,7 @@ class BufferTable:
                 name=name,
                 dtype=DTYPE_NAMES[value.dtype] if value.is_contiguous() else "uint8",
                 shape=tuple(value.shape) if value.is_contiguous() else (nbytes,),
-                data=memoryview(filled.view(torch.uint8).numpy()),
+                data=memoryview(filled.view(torch.uint8).numpy().data),
                 storage=value.untyped_storage()._cdata,
             ),
         )

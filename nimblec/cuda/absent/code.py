@@ -1,8 +1,8 @@
 """Kernels that Triton compiles for a GPU that is not there, as a plan holds them."""
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class CodeTable:
         return self._jobs[key]
 
     def add(self, compiled: Any) -> Code:
-        """Return Triton's compiled kernel as one of the table. Raises UnsupportedModelError if the GPU cannot run it."""
+        """Add Triton's compiled kernel. Raises UnsupportedModelError if the GPU cannot run it."""
         metadata = compiled.metadata
         if metadata.shared > self._gpu.shared_per_block:
             raise UnsupportedModelError(

@@ -20,51 +20,69 @@ Launched = Callable[[str, Any, dict[str, Any], Dim3, Sequence[torch.Tensor], Seq
 
 
 def pretend(gpu: GPU) -> None:
-    """Have torch describe ``gpu`` as the only device, before Inductor is imported."""
+    """Have torch describe ``gpu`` as the only device, before Inductor is imported, and launch nothing."""
+    pretend_target(gpu.architecture)
+    for owner, replacements in _replacements(gpu):
+        for name, value in replacements.items():
+            setattr(owner, name, value)
+    from torch._inductor import config
+
+    config.use_static_cuda_launcher = False
+    # A product of two computed matrices would be cuBLAS's otherwise.
+    config.triton.native_matmul = True
+
+
+def _replacements(gpu: GPU) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield modules of torch, each with its functions to replace; those of Inductor come last."""
     from torch._C._dynamo import guards
     from torch.utils import _triton
 
-    major, minor = gpu.capability
-    threads = 2048 if gpu.capability in {(8, 0), (9, 0), (10, 0)} else 1536
     properties = SimpleNamespace(
         name=f"sm_{gpu.architecture}",
-        major=major,
-        minor=minor,
+        major=gpu.capability[0],
+        minor=gpu.capability[1],
         multi_processor_count=gpu.multiprocessors,
         regs_per_multiprocessor=1 << 16,
-        max_threads_per_multi_processor=threads,
+        max_threads_per_multi_processor=2048 if gpu.capability in {(8, 0), (9, 0), (10, 0)} else 1536,
         max_threads_per_block=1024,
         warp_size=32,
         L2_cache_size=gpu.l2,
         shared_memory_per_block_optin=gpu.shared_per_block,
-        gcnArchName="",
     )
-    cuda: Any = torch.cuda
-    cuda.get_device_properties = lambda device=None: properties  # noqa: ARG005 - the signature is torch's
-    cuda.get_device_capability = lambda device=None: gpu.capability  # noqa: ARG005
-    cuda.is_bf16_supported = lambda including_emulation=True: True  # noqa: ARG005
-    cuda.current_device = lambda: 0
-    cuda.device_count = lambda: 1
-    cuda.set_device = lambda device: None  # noqa: ARG005
-    cuda._DeviceGuard = nullcontext
-    binding: Any = torch._C
-    binding._cuda_getCurrentRawStream = lambda device: 0  # noqa: ARG005
-    guards._empty_strided_cuda = _empty_strided
-    guards._reinterpret_tensor = _reinterpret
-    _triton.has_triton = lambda: True
-    pretend_target(gpu.architecture)
-    from torch._inductor import config, utils
-    from torch._inductor.async_compile import AsyncCompile, _load_triton_kernel_from_source
+    yield (
+        torch.cuda,
+        {
+            "get_device_properties": _always(properties),
+            "get_device_capability": _always(gpu.capability),
+            "is_bf16_supported": _always(True),
+            "current_device": _always(0),
+            "device_count": _always(1),
+            "set_device": _always(None),
+            "_DeviceGuard": nullcontext,
+        },
+    )
+    yield torch._C, {"_cuda_getCurrentRawStream": _always(0)}
+    yield guards, {"_empty_strided_cuda": _empty_strided, "_reinterpret_tensor": _reinterpret}
+    yield _triton, {"has_triton": _always(True)}
+    from torch._inductor import utils
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.runtime import triton_helpers
 
-    config.use_static_cuda_launcher = False
-    utils.copy_misaligned_inputs = _copy_misaligned
-    triton_helpers.set_driver_to_gpu = lambda: None
+    yield utils, {"copy_misaligned_inputs": _copy_misaligned}
+    yield triton_helpers, {"set_driver_to_gpu": _always(None)}
+    yield AsyncCompile, {"triton": _load}
 
-    def load(_self: AsyncCompile, name: str, source: str, device_str: str = "cuda") -> Any:  # noqa: ARG001
-        return _load_triton_kernel_from_source(name, source)
 
-    AsyncCompile.triton = load  # type: ignore[method-assign]
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _load(_self: Any, name: str, source: str, device_str: str = "cuda") -> Any:  # noqa: ARG001 - the name is torch's
+    """Return a generated kernel that is not compiled yet."""
+    from torch._inductor import async_compile
+
+    load: Any = async_compile._load_triton_kernel_from_source  # type: ignore[attr-defined]
+    return load(name, source)
 
 
 def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -112,8 +130,8 @@ def _grid(meta: dict[str, Any], tiling: Any, given: dict[str, Any]) -> Dim3:
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
     grid = GridExpr.from_meta(meta, tiling)
-    values = dict(given)
+    names = {**given, "max": max, "min": min}
     for line in grid.prefix:
-        exec(line, {"__builtins__": {"max": max, "min": min}}, values)  # noqa: S102 - Inductor's own text
-    x, y, z = (int(eval(str(size), {"max": max, "min": min}, values)) for size in (grid.x_grid, grid.y_grid, grid.z_grid))  # noqa: S307, E501
+        exec(line, names)  # noqa: S102 - Inductor's own text
+    x, y, z = (int(eval(str(size), names)) for size in (grid.x_grid, grid.y_grid, grid.z_grid))  # noqa: S307
     return x, y, z

@@ -1,5 +1,6 @@
 """A run on tensors without data, whose launches become the tasks of a graph."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nimblec.base.errors import UnsupportedModelError, first_line
-from nimblec.base.ir import Access, CopyWork, FillWork, Graph, KernelWork, Op, Task, TensorView
+from nimblec.base.ir import Access, CopyWork, Graph, Op, Task, TensorView
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.code import Code, CodeTable
 from nimblec.cuda.absent.inductor import seeing_launches
 from nimblec.graph.rewriter import constant_of
+from nimblec.graph.state import slots
 from nimblec.graph.writes import written_positions
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops, prepared
@@ -47,7 +49,7 @@ class Tracer(TorchDispatchMode):
         self._tasks: list[Task] = []
         self._generated: dict[str, Callable[..., Any]] = {}
         self._inside = ""
-        self._programmatic = False
+        self._follows_kernel = False
         self.source = ""
 
     def set_source(self, source: str) -> None:
@@ -61,7 +63,15 @@ class Tracer(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._run(func, args, kwargs or {})
+        except RuntimeError as exc:
+            if self._inside:
+                raise
+            # torch has begun to look for the GPU.
+            raise UnsupportedModelError(self.refusal(str(func))) from exc
+
+    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in ops():
             with self:
                 made = prepared(func, *args, **kwargs)
@@ -73,8 +83,8 @@ class Tracer(TorchDispatchMode):
         if func in _ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
             return result
         if self._inside:
-            raise UnsupportedModelError(self._refusal(f"{self._inside} calls {func}"))
-        return self._generate(func, args, kwargs)
+            raise UnsupportedModelError(self.refusal(self._inside))
+        return self._generate(func, args, kwargs, result)
 
     def graph(self, inputs: tuple[TensorView, ...], outputs: tuple[TensorView, ...]) -> Graph:
         """Return what was seen as a graph."""
@@ -120,31 +130,37 @@ class Tracer(TorchDispatchMode):
     ) -> None:
         self._add(name, self._code.add(compiled), given, grid, reads, writes)
 
-    def _generate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call as code that Inductor generates for it alone."""
+    def _generate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Any) -> Any:
+        """Run a call, whose results are ``like`` these, as code that Inductor generates for it alone."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         described = [_described(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         key = f"{func} {structure} {described}"
+        several = isinstance(like, (tuple, list))
         if key not in self._generated:
             graph = fx.Graph()
-            places = [graph.placeholder(f"input_{n}") if isinstance(leaf, torch.Tensor) else leaf
-                      for n, leaf in enumerate(leaves)]
+            places = [
+                graph.placeholder(f"input_{n}") if isinstance(leaf, torch.Tensor) else leaf
+                for n, leaf in enumerate(leaves)
+            ]
             call_args, call_kwargs = pytree.tree_unflatten(places, structure)
             call = graph.call_function(func, call_args, call_kwargs)
-            is_mutable = func._schema.is_mutable
-            graph.output(() if is_mutable else (call,))
-            try:
-                with _disable_current_modes():
-                    self._generated[key] = inductor.compile_graph(fx.GraphModule({}, graph), tensors)
-            except inductor.REFUSAL as exc:
-                raise UnsupportedModelError(self._refusal(f"{func} has no generated kernel ({first_line(exc)})")) from exc
+            parts = [graph.call_function(operator.getitem, (call, n)) for n in range(len(like))] if several else [call]
+            graph.output(() if func._schema.is_mutable else tuple(parts))
+            with _disable_current_modes():
+                self._generated[key] = inductor.compile_graph(fx.GraphModule({}, graph), tensors)
         results = self._run_generated(str(func), self._generated[key], [list(tensors)])
-        return args[written_positions(func, args)[0]] if func._schema.is_mutable else results[0]
+        if func._schema.is_mutable:
+            return like
+        return type(like)(results) if several else results[0]
 
-    def _refusal(self, why: str) -> str:
+    def refusal(self, call: str) -> str:
+        """Return the sentence for a call for which no kernel can be generated."""
         where = f" in {self.source}" if self.source else ""
-        return f"{why}{where}, which only a library computes: compile this model on the GPU itself"
+        return (
+            f"{call}{where}: only a library's kernel computes it, and a plan for a GPU that is not here has none: "
+            "compile it on the GPU, by --target cuda"
+        )
 
     def _moves(self, func: Any, args: Sequence[Any], result: Any) -> bool:
         """Add a copy or fill as a command, if the call is one over memory without gaps."""
@@ -170,16 +186,16 @@ class Tracer(TorchDispatchMode):
         pointed = {reference.buffer for reference in work.references}
         written = dict.fromkeys(a for a in self._buffers.accesses(writes) if a.buffer in pointed)
         read = dict.fromkeys(a for a in self._buffers.accesses(reads) if a.buffer in pointed)
-        before = len(self._tasks) - 1 if code.is_programmatic and self._programmatic else None
+        before = len(self._tasks) - 1 if code.is_programmatic and self._follows_kernel else None
         self._task(name, work, tuple(read), tuple(written), before)
-        self._programmatic = True
+        self._follows_kernel = True
 
     def _task(
         self, name: str, work: Any, reads: tuple[Access, ...], writes: tuple[Access, ...], after: int | None = None
     ) -> None:
         self._tasks.append(Task(op=len(self._ops), work=work, reads=reads, writes=writes, programmatic_after=after))
         self._ops.append(Op(name=name, source=self.source))
-        self._programmatic = False
+        self._follows_kernel = False
 
 
 def _has_tensors(result: Any) -> bool:
@@ -211,8 +227,10 @@ def trace(model: TorchModel, gpu: GPU) -> Graph:
 
     module = _on_the_gpu(model.module, buffers, moved)
     args = tuple(map(moved, model.args))
-    named = zip(model.inputs, args, strict=True)
+    named = zip(model.inputs, args, strict=False)
     inputs = tuple(buffers.add_input(name, tensor, example) for (name, example), tensor in named)
+    for slot, tensor in zip(slots(model.module).values(), args[len(inputs) :], strict=True):
+        buffers.add_constant(tensor, slot.tensor, slot.name, is_state=True)
     tracer = Tracer(gpu, buffers)
     try:
         with torch.no_grad(), mode, tracer:
@@ -220,6 +238,8 @@ def trace(model: TorchModel, gpu: GPU) -> Graph:
     except UnsupportedModelError as exc:
         # torch.fx adds the node to the message.
         raise UnsupportedModelError(first_line(exc)) from exc
+    except RuntimeError as exc:
+        raise UnsupportedModelError(tracer.refusal("a call")) from exc
     outputs = tuple(buffers.add_output(name, tensor) for name, tensor in name_outputs(result))
     return tracer.graph(inputs, outputs)
 

@@ -5,7 +5,7 @@ It replaces functions of torch (`nimblec.cuda.absent.inductor`), so every compil
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nimblec.base.errors import UnsupportedModelError
-from nimblec.base.ir import Part
 from nimblec.cuda.absent.target import find_gpu
 from nimblec.cuda.check import report
 from nimblec.cuda.load import choose_without_timing, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import half
-from nimblec.kernels.gpu import GPU
 from nimblec.padding.fits import mark_masks
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
@@ -30,6 +27,7 @@ from nimblert import golden
 from nimblert.plan import Device, Program, Target
 
 if TYPE_CHECKING:
+    from nimblec.base.ir import Part
     from nimblec.pytorch.model import TorchModel
 
 _SEED = 0
@@ -91,13 +89,14 @@ class _Worker:
         with self._reports.stage("trace"):
             graph = trace(final, gpu)
         with self._reports.stage("schedule"):
-            how = {"streams": options.streams, "memory_limit": options.memory_limit}
-            part = choose_schedule(graph, self._provenance(), None, **how)
+            part = choose_schedule(
+                graph, self._provenance(), None, streams=options.streams, memory_limit=options.memory_limit
+            )
         self._reports.note(part.notes)
         return kernels, part
 
     def _with_golden(self, program: Program, kernels: "TorchModel", original: "TorchModel") -> Program:
-        """Return the program with what the CPU computes by the same rewrites, and a tolerance for the GPU's rounding."""
+        """Return the program with what the CPU computes by the same rewrites, and a tolerance for rounding."""
         outputs = _compute(kernels, golden.draw_inputs(program, _SEED))
         compute = partial(_compute, original), lambda _: outputs
         self._reports.note(report(program, *compute, self._request.options.max_error, seeds=1))
