@@ -23,6 +23,7 @@ from nimblec.padding.fits import mark_masks
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.planning import choose_schedule
+from nimblec.plan.timing_cache import TimingCache
 from nimblert import golden
 from nimblert.plan import Device, Program, Target
 
@@ -80,7 +81,9 @@ class _Worker:
         report = (lambda step: self._reports.note([str(step)])) if options.print_passes else None
         inductor.device.set("cuda")
         with self._reports.stage("optimize"):
-            setting = Setting(device="cuda", dtype=half(options.precision), use=o2.first(gpu))
+            setting = Setting(
+                device="cuda", dtype=half(options.precision), use=o2.first(gpu, TimingCache(options.timing_cache))
+            )
             runs = Runs(original, setting, report)
             pipelines = o2.TRITON_NORMS.pipelines
             kernels, final = runs(*pipelines[:-1]), runs(*pipelines)
