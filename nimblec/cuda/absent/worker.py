@@ -70,6 +70,7 @@ class _Worker:
 
     def _compiled(self, original: "TorchModel") -> "tuple[TorchModel, Part]":
         """Return a model after the rewrites that the CPU can compute, and its scheduled graph for the GPU."""
+        from nimblec.cuda.absent.layout import LAYOUT
         from nimblec.cuda.absent.tracer import trace
         from nimblec.kernels.compiling import compile_all
         from nimblec.kernels.launch import jobs
@@ -85,7 +86,8 @@ class _Worker:
                 device="cuda", dtype=half(options.precision), use=o2.first(gpu, TimingCache(options.timing_cache))
             )
             runs = Runs(original, setting, report)
-            pipelines = o2.TRITON_NORMS.pipelines
+            rewrites, *others = o2.TRITON_NORMS.pipelines
+            pipelines = (rewrites, LAYOUT, *others)
             kernels, final = runs(*pipelines[:-1]), runs(*pipelines)
         with self._reports.stage("compile kernels"):
             compile_all(jobs(final.module), gpu=gpu)
