@@ -48,6 +48,7 @@ def _replacements(gpu: GPU) -> Iterator[tuple[Any, dict[str, Any]]]:
         warp_size=32,
         L2_cache_size=gpu.l2,
         shared_memory_per_block_optin=gpu.shared_per_block,
+        gcnArchName="",
     )
     yield (
         torch.cuda,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nimblec.base.errors import CompileError
 from nimblec.cuda.absent.target import find_gpu
 from nimblec.cuda.check import report
 from nimblec.cuda.load import choose_without_timing, load_models
@@ -45,6 +46,13 @@ class _Worker:
     def compile(self) -> None:
         request, reports = self._request, self._reports
         with reports.stage("import the framework"):
+            import torch
+
+            if torch.version.cuda is None:
+                raise CompileError(
+                    f"--target {request.options.target} needs PyTorch's CUDA build, which needs no GPU for it: this is "
+                    f"torch {torch.__version__}"
+                )
             from nimblec.cuda.absent.inductor import pretend
             from nimblec.kernels import triton_start
 
