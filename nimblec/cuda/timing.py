@@ -11,8 +11,10 @@ from nimblec.plan.planning import Measured
 from nimblert import golden
 from nimblert.cuda import graph
 from nimblert.cuda.control import Control
+from nimblert.cuda.crops import Crops
 from nimblert.cuda.driver import Context, Handle, bindings, call
 from nimblert.cuda.memory import Bases, DeviceMemory, Staging, allocate
+from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.plan import Plan, Program, Region, Weight
 
@@ -44,7 +46,7 @@ class CudaTimer:
         """
         program = plan.programs[0]
         work = [command for _, command in program.work]
-        with self._loaded(plan, program) as (scope, memory, control):
+        with self._loaded(plan, program) as (scope, memory, control, crops):
             chain = scope.acquire(call("cuGraphCreate", 0), "cuGraphDestroy")
             events = [
                 scope.acquire(call("cuEventCreate", 0), "cuEventDestroy")
@@ -53,7 +55,7 @@ class CudaTimer:
             last = call("cuGraphAddEventRecordNode", chain, None, 0, events[0])
             for position, event in enumerate(events[1:]):
                 if position < len(work):
-                    nodes = graph.add_command(chain, work[position], self._functions, memory, control)
+                    nodes = graph.add_command(chain, work[position], self._functions, memory, control, crops)
                     graph.add_edges(chain, [last], [nodes.first])
                     last = nodes.last
                 last = call("cuGraphAddEventRecordNode", chain, [last], 1, event)
@@ -79,9 +81,11 @@ class CudaTimer:
     def duration(self, plan: Plan) -> Measured[int]:
         """Measure one run: the median of GPU times between events around graph launches (`undisturbed`)."""
         program = plan.programs[0]
-        with self._loaded(plan, program) as (scope, memory, control):
+        with self._loaded(plan, program) as (scope, memory, control, crops):
             executable = scope.acquire(
-                graph.instantiated(lambda built: graph.add_program(built, program, self._functions, memory, control)),
+                graph.instantiated(
+                    lambda built: graph.add_program(built, program, self._functions, memory, control, crops)
+                ),
                 "cuGraphExecDestroy",
             )
             events = [scope.acquire(call("cuEventCreate", 0), "cuEventDestroy") for _ in range(_MOST_RUNS + 1)]
@@ -108,7 +112,7 @@ class CudaTimer:
         return [call("cuEventElapsedTime", a, b) * 1e3 for a, b in pairwise(events)]
 
     @contextmanager
-    def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory, Control | None]]:
+    def _loaded(self, plan: Plan, program: Program) -> Iterator[tuple[Context, DeviceMemory, Control | None, Crops]]:
         """Load one plan into memory that is released at the end; keep its kernels and weights for the next plan."""
         if self._weights is None:
             self._modules = plan.modules
@@ -121,7 +125,8 @@ class CudaTimer:
             arena = {(Region.ARENA, 0): allocate(scope, plan.arena_nbytes)}
             memory = DeviceMemory(scope, program, {**self._weights, **arena, **state})
             self._fill_inputs(scope, program, memory)
-            yield scope, memory, Control(program, plan.bodies, scope) if plan.bodies else None
+            control = Control(program, plan.bodies, scope) if plan.bodies else None
+            yield scope, memory, control, Crops(program, scope, GatherKernels(scope))
         finally:
             scope.close()
 

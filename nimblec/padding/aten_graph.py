@@ -370,6 +370,9 @@ def _index(call: _Call) -> list[Value]:
     if any(of is not None and of.meta["val"].dtype == torch.bool for of in bound(call.node)["indices"]):
         raise _UnknownUseError
     if len(places) > 1 and [axis for axis, _ in places] == list(range(len(places))):
+        arrays = [of.array for _, of in places if of.array is not None]
+        if len(arrays) == len(places):
+            return [call.step.pick_in_order(call.operands[0], np.broadcast_arrays(*arrays), call.shape)]
         return [call.step.pick(call.operands[0], [of for _, of in places], call.shape)]
     if len(places) != 1:
         raise _UnknownUseError

@@ -316,6 +316,8 @@ def _gather_nd(call: Call) -> list[Value]:
     if indices.parts and lead == 1 and not batch:
         columns = [call.step.reshape(part, part.shape[:1]) for part in indices.parts]
         return [call.step.pick(data, columns, call.shape)]
+    if indices.array is not None and not batch and data.axes:
+        return [call.step.pick_in_order(data, [*np.moveaxis(indices.array, -1, 0)], call.shape)]
     is_batched = all((axis in data.axes) == (axis in indices.axes) for axis in range(batch))
     if not is_batched or lead in indices.axes or any(batch <= axis < batch + depth for axis in data.axes):
         raise UnknownUseError

@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from nimblec.padding.folds import Fold, IsNeutral, is_low, is_zero, never, to_any
-from nimblec.padding.values import Carrier, Number, Shape, Value, inner_of, without_fill
+from nimblec.padding.values import Carrier, Number, Shape, Value, constant, inner_of, without_fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,23 @@ class Propagation(_Arithmetic):
         row = self.elementwise([Value(count, {0: without_fill(carrier)}), *others], count)
         axes = {axis - depth + 1: c for axis, c in data.axes.items() if axis >= depth}
         return self._joined([data], replace(row, shape=shape, axes={**axes, **row.axes}))
+
+    def pick_in_order(self, data: Value, indices: Sequence[np.ndarray], shape: Shape) -> Value:
+        """Return the entries at constant ``indices``, of one shape, along the first axes of ``data``.
+
+        They may name all positions of the dimension in their order, and nothing else along it.
+        """
+        lead, depth = indices[0].ndim, len(indices)
+        axes = {axis - depth + lead: carrier for axis, carrier in data.axes.items() if axis >= depth}
+        for axis, carrier in data.axes.items():
+            if axis < depth:
+                column = constant(indices[axis])
+                sized = (at for at, size in enumerate(column.shape) if size == carrier.extent)
+                place = next((at for at in sized if column.counts(at, carrier)), None)
+                if place is None or not data.is_plain(axis):
+                    return self._crossed([data], Value(shape))
+                axes[place] = carrier
+        return self._joined([data], Value(shape, axes))
 
     def crop(self, x: Value, starts: Mapping[int, int], shape: Shape, steps: Mapping[int, int] | None = None) -> Value:
         """Return the part of the operand that begins at ``starts`` along some axes, and has a shape."""

@@ -20,7 +20,7 @@ from nimblec.kernels.products import gemm_op as ops
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.gemm_reference import as_multiplied
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates, shared_budget
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates, shared_budget
 from nimblec.kernels.products.packing import (
     counters,
     for_tensor_cores,
@@ -105,6 +105,16 @@ def test_candidates_are_few_and_fit(shape: Convolution) -> None:
         stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n)
         assert stage * tiling.num_stages <= max(shared_budget(SM_90), stage)
         assert tiling.block_m == 16 or tiling.block_m < 2 * shape.rows
+
+
+@pytest.mark.parametrize("depth", [7, 96, 600, 2048, 5632])
+def test_a_row_is_cut_without_much_padding(depth: int) -> None:
+    shape = product(1, depth, 2560)
+    found = row_candidates(shape)
+    assert len({*found}) == len(found) >= 2
+    assert all(each.steps(shape) * each.block_k <= max(1.15 * depth, 128) for each in found)
+    if depth == 2048:
+        assert found[0].blocks(shape) > 4 * SM_90.multiprocessors
 
 
 def test_a_long_sum_of_few_tiles_is_split() -> None:

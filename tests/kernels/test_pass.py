@@ -99,6 +99,10 @@ def _used_twice(x: Tensor) -> Tensor:
     return torch.relu(y) * y
 
 
+def _of_row(x: Tensor, part: int) -> Tensor:
+    return functional.linear(x, torch.cat((MATRIX, SQUARE / 5))).chunk(2, -1)[part]
+
+
 FIRST = "convolution none"
 
 MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
@@ -209,6 +213,18 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "gelu of heads": (
         lambda x: functional.gelu(functional.linear(x, MATRIX).reshape(2, 5, 4, 6).transpose(1, 2)), ROWS,
         "linear gelu",
+    ),
+    "a gated row": (
+        lambda x: functional.linear(functional.silu(_of_row(x, 0)) * _of_row(x, 1), MATRIX, VECTOR), ROWS[:1, :1],
+        "linear none, linear none after gate silu",
+    ),
+    "a gated row, the gate first": (
+        lambda x: x + functional.linear(_of_row(x, 1) * functional.gelu(_of_row(x, 0)), MATRIX), ROWS[:1, :1],
+        "linear none, linear none residual after gate gelu",
+    ),
+    "gated rows": (
+        lambda x: functional.linear(functional.silu(_of_row(x, 0)) * _of_row(x, 1), MATRIX), ROWS,
+        "linear none, linear none",
     ),
     "gelu of copied heads": (
         lambda x: functional.gelu(functional.linear(x, MATRIX).reshape(2, 5, 4, 6).transpose(1, 2).reshape(2, 120)),

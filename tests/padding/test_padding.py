@@ -282,6 +282,14 @@ the entry of each row that is the largest: N SPLIT
     one) a = ArgMax<axis=1, keepdims=0>(s) c = Unsqueeze(r, ones) d = Unsqueeze(a, ones) i = Concat<axis=-1>(c, d)
     y = GatherND(x, i) }
 
+all positions of a row, by constant indices: T SPLIT
+    g (float[2,T] x) => (float[T] y) $INTS> { s = Shape<start=1>(x) t = Squeeze(s) r = Range(zero, t, one) c =
+    Unsqueeze(r, ones) z = Sub(c, c) i = Concat<axis=-1>(z, c) y = GatherND(x, i) }
+
+all positions of a row in reverse: T EXACT
+    g (float[2,T] x) => (float[T] y) $INTS> { s = Shape<start=1>(x) t = Squeeze(s) r = Range(zero, t, one) e =
+    Sub(t, one) b = Sub(e, r) c = Unsqueeze(b, ones) z = Sub(c, c) i = Concat<axis=-1>(z, c) y = GatherND(x, i) }
+
 entries of rows in another order: N EXACT
     g (float[N,4,3] x, int64[2,2] i) => (float[2,3] y) { y = GatherND(x, i) }
 
@@ -606,6 +614,10 @@ MODULES: dict[str, tuple[Any, tuple[Fit, Fit]]] = {
     "largest of each row": (
         lambda x, _: x + x[torch.arange(4), x[:, :, 0].argmax(1)][:, None],
         (SPLIT, EXACT),
+    ),
+    "a mask read by constant indices": (
+        lambda x, mask: x + mask[torch.arange(4)[:, None], torch.arange(6)].bool()[..., None],
+        (SPLIT, SPLIT),
     ),
     "pooling": (lambda x, _: functional.max_pool1d(x.mT, 3, 1, 1).mT, (SPLIT, EXACT)),
     "embedding": (lambda x, _: functional.embedding((x > 0).long(), torch.ones(2, 4)).sum(2), (SPLIT, SPLIT)),

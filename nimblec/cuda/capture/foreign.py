@@ -38,14 +38,17 @@ class ForeignMemory:
         return self._known[address]
 
     def is_of_process(self, address: int) -> bool:
-        """Return whether an address lies in memory of this process: its heap, a stack, a library."""
+        """Return whether an address lies in memory that this process reads: its heap, a stack, a library.
+
+        CUDA reserves most addresses without access, and a pair of numbers looks like one of those.
+        """
         first = bisect_right(self._mapped, (address, 1 << 64)) - 1
         return first >= 0 and address < self._mapped[first][1]
 
     @cached_property
     def _mapped(self) -> list[tuple[int, int]]:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        ranges = (line.partition(" ")[0].split("-") for line in lines)
+        ranges = (line.partition(" ")[0].split("-") for line in lines if " r" in line and "/dev/" not in line)
         return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
     def content(self, index: int) -> memoryview:

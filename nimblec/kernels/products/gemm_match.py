@@ -13,7 +13,7 @@ from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LI
 from nimblec.kernels.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
 from nimblec.kernels.products.gemm_op import Arithmetic
 from nimblec.kernels.products.parts import place
-from nimblec.kernels.products.prologue import PrologueMatch, prologues
+from nimblec.kernels.products.prologue import PrologueMatch, prologues, row_prologue
 from nimblec.kernels.shapes import Convolution
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class ProductRequest:
     @property
     def head(self) -> fx.Node:
         """The convolution or product itself."""
-        return self.nodes[len(self.before.nodes) if self.before else 0]
+        return next(node for node in self.nodes if is_call(node, *CONVOLUTIONS, *_LINEARS))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,13 +106,13 @@ class _Shares:
 def _shares(rewriter: Rewriter) -> _Shares:
     heads = rewriter.calls(*CONVOLUTIONS, *_LINEARS)
     owners: dict[fx.Node, fx.Node] = {}
-    readers = []
-    for head in heads:
-        alone = _alone(rewriter, head)
-        if alone is not None:
-            owners |= dict.fromkeys(_with_followers(alone, owners).nodes[1:], head)
-            readers += [head] if alone.kind != "linear" else []
-    return _Shares(heads=tuple(heads), owners=owners, before=prologues(rewriter, readers, owners))
+    found = {head: alone for head in heads if (alone := _alone(rewriter, head)) is not None}
+    for head, alone in found.items():
+        owners |= dict.fromkeys(_with_followers(alone, owners).nodes[1:], head)
+    readers = [head for head, alone in found.items() if alone.kind != "linear"]
+    of_rows = {h: row_prologue(r.x, owners) for h, r in found.items() if r.kind == "linear" and r.shape.rows == 1}
+    before = {head: match for head, match in of_rows.items() if match is not None}
+    return _Shares(heads=tuple(heads), owners=owners, before=before | prologues(rewriter, readers, owners))
 
 
 def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> ProductRequest | None:
@@ -122,8 +122,11 @@ def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> ProductReque
     request = _with_followers(alone, shares.owners)
     before = shares.before.get(head)
     if before is not None:
-        shape = replace(request.shape, pixel_stride=pixel_stride(fake(before.x)))
-        request = replace(request, before=before, x=before.x, shape=shape, nodes=(*before.nodes, *request.nodes))
+        nodes = (*before.nodes, *before.views, *request.nodes)
+        request = replace(request, before=before, x=before.x, nodes=nodes)
+        if request.kind != "linear":
+            shape = replace(request.shape, pixel_stride=pixel_stride(fake(before.x)))
+            request = replace(request, shape=shape)
     read = dict.fromkeys(source for each in request.nodes for source in each.all_input_nodes)
     constants = {source: value for source in read if (value := rewriter.value(source)) is not None}
     return replace(request, constants=constants)

@@ -90,6 +90,7 @@ def convolution_launch(
             "BLOCK_N": tiling.block_n,
             "BLOCK_K": tiling.block_k,
             "SPLIT_K": tiling.split_k,
+            "STAGES": tiling.num_stages,
             "PRECISION": arithmetic,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
@@ -181,6 +182,8 @@ def _linear_and_moments(
     *,
     has_moments: bool = True,
     arithmetic: str = "tf32",
+    gate: Tensor | None = None,
+    before: str = "none",
     **norm: Any,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
     x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
@@ -198,6 +201,7 @@ def _linear_and_moments(
         activation=activation,
         trigger=trigger,
         arithmetic=arithmetic,
+        prologue=Prologue(gate=gate, activation=before),
         norm=_row_norm(**norm),
         out_moments=moments,
     )
@@ -235,10 +239,13 @@ def _linear_on_cpu(
     activation: str,
     *_how: object,
     arithmetic: str = "tf32",
+    gate: Tensor | None = None,
+    before: str = "none",
     **norm: Any,
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
-    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (x, filters)))
+    read = x if gate is None else Prologue(gate=gate, activation=before)(x.float())
+    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (read, filters)))
     corrected = _row_norm(**norm)
     if corrected is not None:
         total = corrected(total, x.shape[1])
@@ -260,7 +267,7 @@ _CONVOLUTION = (
 )
 _LINEAR = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
-    "str activation, int[] tiling, str trigger, *, str arithmetic='tf32', "
+    "str activation, int[] tiling, str trigger, *, Tensor? gate=None, str before='none', str arithmetic='tf32', "
     "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False"
 )
 convolution = define_op(f"convolution({_CONVOLUTION}) -> Tensor", prepare=_convolution, reference=_convolution_on_cpu)

@@ -18,7 +18,7 @@ from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.gemm_match import ProductRequest, matches, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates
 from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
 from nimblec.kernels.products.siblings import join_siblings
 from nimblec.kernels.selector import Choose, Family, Timed
@@ -44,7 +44,8 @@ def use_triton_kernels(
 
 def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
     last = request.nodes[-1]
-    views = [node for node in request.nodes if is_call(node, *WHOLE_VIEWS)]
+    after = request.nodes[request.nodes.index(request.head) :]
+    views = [node for node in after if is_call(node, *WHOLE_VIEWS)]
     result = viewed_alike(rewriter, call.put(rewriter, at=last), views, at=last)
     assert fake(result).stride() == fake(last).stride(), f"{last.format_node()} would become {result.format_node()}"
     rewriter.replace(last, result)
@@ -54,7 +55,8 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     """Return the candidates of a request."""
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape, gpu)
-    return candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
+    of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
+    return [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
@@ -67,11 +69,13 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
         weight = Made(source=source, make=partial(pack_depthwise, tiling=tiling), role="weights")
         read = (request.x, weight, request.bias, request.residual, shape.out_channels)
         return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
-    how = {"arithmetic": request.arithmetic, **how}
-    is_rounded = source.dtype is torch.float32 and request.arithmetic == "tf32"
+    arithmetic = request.arithmetic if tiling.block_m > 1 else "tf32x3"
+    how = {"arithmetic": arithmetic, **how}
+    is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"
     weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
     counters = counters_of(tiling, shape, source.device)
-    shared = (request.x, weight, request.bias, _residual(request), counters, shape.out_channels)
+    x = request.x if request.before is None else _as_read(request, request.x)
+    shared = (x, weight, request.bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)
     if request.into is None:
@@ -91,6 +95,11 @@ def _residual(request: ProductRequest) -> fx.Node | AsStored | None:
     return AsStored(node=request.residual, shape=(request.shape.rows, request.shape.out_channels))
 
 
+def _as_read(request: ProductRequest, node: fx.Node) -> fx.Node | AsStored:
+    """Return what a prologue reads as the kernel takes it: a product's as one row."""
+    return node if request.kind != "linear" else AsStored(node=node, shape=(1, request.shape.depth))
+
+
 def _prologue(request: ProductRequest) -> dict[str, Any]:
     """Return the prologue as arguments of the ops."""
     before = request.before
@@ -98,15 +107,17 @@ def _prologue(request: ProductRequest) -> dict[str, Any]:
         return {}
     given: dict[str, Any] = {"before": before.activation}
     if before.gate is not None:
-        given["gate"] = before.gate
+        given["gate"] = _as_read(request, before.gate)
     for name, value in (("scale", before.scale), ("shift", before.shift)):
         if value is not None:
             given[name] = Made(source=value, make=lambda vector: vector.float().contiguous(), role="factors")
     return given
 
 
-def framework(request: ProductRequest, pool: Pool, length: int) -> Timed:
-    """Return the framework's calls of a request."""
+def framework(request: ProductRequest, pool: Pool, length: int) -> Timed | None:
+    """Return the framework's calls of a request; None for a row, whose kernels also save what lies between them."""
+    if request.shape.rows == 1 and request.kind == "linear":
+        return None
     weight = request.constants[request.weight]
     copies = [pool.take(weight) for _ in range(length)]
     values = {node: _value(request, node) for node in _read(request)}

@@ -64,6 +64,7 @@ def convolution(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
@@ -137,8 +138,8 @@ def convolution(
         is_moment = (rows < ROWS)[:, None] & (parts < PARTS)[None, :]
         sums = tl.load(moment_ptrs, mask=is_moment, other=0.0)
         squares = tl.load(moment_ptrs + ROWS, mask=is_moment, other=0.0)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for n in tl.range(0, PART):
+    total = tl.zeros((BLOCK_N if BLOCK_M == 1 else BLOCK_M, BLOCK_K if BLOCK_M == 1 else BLOCK_N), tl.float32)
+    for n in tl.range(0, PART, num_stages=STAGES):
         step = begin + n
         k = step * BLOCK_K + deep
         if IS_POINTWISE:
@@ -174,7 +175,12 @@ def convolution(
             pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
             pixels = pixels.to(x_ptr.dtype.element_ty)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
-        total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
+        if BLOCK_M == 1:  # tensor cores would multiply 15 rows of nothing
+            total += weights.to(tl.float32) * pixels.to(tl.float32)
+        else:
+            total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
+    if BLOCK_M == 1:
+        total = tl.sum(total, 1)[None, :]
 
     if SPLIT_K == 1:
         if NORM != "none":

@@ -20,7 +20,8 @@ WIDE = 64
 class Tiling(NumberedTiling):
     """A block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
 
-    ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time.
+    ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time. Tensor cores
+    multiply at least 16 rows; with a ``block_m`` of 1 they are not used.
     """
 
     block_m: int
@@ -64,6 +65,21 @@ def candidates(
     """
     cost = partial(estimate, shape, gpu=gpu, itemsize=itemsize)
     return most_promising(_all(shape, gpu, itemsize, splits), cost, limit=limit, alike=alike)
+
+
+def row_candidates(shape: Convolution) -> list[Tiling]:
+    """Return tilings of a product of one row, the most promising first.
+
+    Such a product takes as long as its weights take to arrive. So a block has few columns and long pieces of them, and
+    there are several blocks for each multiprocessor. Fitted to the five products of a Llama of 1.1 billion weights.
+    """
+    block_n = 4 if shape.out_channels <= 4096 else 8 if shape.out_channels <= 16384 else 16
+    made = [
+        Tiling(block_m=1, block_n=n, block_k=k, num_warps=warps, num_stages=stages)
+        for n in (block_n, 2 * block_n)
+        for k, warps, stages in ((8192 // n, 8, 1), (512, 4, 5), (512, 2, 4), (512, 8, 1), (128, 4, 5))
+    ]
+    return [each for each in made if each.steps(shape) * each.block_k <= max(shape.depth * 1.15, 128)]
 
 
 def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:

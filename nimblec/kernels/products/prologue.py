@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from nimblec.graph.affine import read_affine
 from nimblec.graph.fusible import is_fusible
 from nimblec.graph.rewriter import Rewriter, fake, is_call, times_read
-from nimblec.graph.vocabulary import activation_of
+from nimblec.graph.views import is_view
+from nimblec.graph.vocabulary import WHOLE_VIEWS, activation_of
 from nimblec.kernels.images import is_read_well
 
 aten = torch.ops.aten
@@ -25,14 +26,15 @@ aten = torch.ops.aten
 class PrologueMatch:
     """Calls that compute ``activation(x * scale + shift) * gate``: ``nodes`` in their order, the last is the result.
 
-    Only ``sharers`` requests read that result. ``scale`` and ``shift`` are (channels,) in float64. The
-    images and the gate are known by their places among the calls' arguments, as these may be replaced.
+    Only ``sharers`` requests read that result, a row through ``views``. ``scale`` and ``shift`` are (channels,) in
+    float64. The images and the gate are known by their places among the calls' arguments, as these may be replaced.
     """
 
     nodes: tuple[fx.Node, ...]
     x_place: int
     gate_place: int | None = None
     sharers: int = 1
+    views: tuple[fx.Node, ...] = ()
     activation: str = "none"
     scale: Tensor | None = field(default=None, repr=False)
     shift: Tensor | None = field(default=None, repr=False)
@@ -44,7 +46,7 @@ class PrologueMatch:
 
     @property
     def gate(self) -> fx.Node | None:
-        """A factor for each image and channel, (images, channels, 1, 1)."""
+        """A factor for each image and channel, (images, channels, 1, 1), or for each element of a row."""
         return None if self.gate_place is None else _argument(self.nodes[-1], self.gate_place)
 
 
@@ -66,6 +68,34 @@ def prologues(
             if before is not None and (before.x in taken or not _is_generated(before.x)):
                 found[reader] = replace(before, sharers=len(images.users))
     return found
+
+
+def row_prologue(node: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | None:
+    """Return the prologue ``activation(x) * gate`` of a product of one row that reads ``node``, if it has one.
+
+    Gated networks, as in decoders, have it. Elements follow each other in memory, in all shapes that views give them.
+    """
+    views: tuple[fx.Node, ...] = ()
+    while is_call(node, *WHOLE_VIEWS) and is_view(node) and len(node.users) == 1:
+        views, node = (node, *views), _argument(node, 0)
+    factors = [factor for factor in node.args if isinstance(factor, fx.Node)]
+    if not is_call(node, aten.mul.Tensor) or node in taken or len(node.users) > 1 or len({*factors}) < 2:
+        return None
+    if not all(_is_row_like(factor, node) for factor in factors):
+        return None
+    for place, factor in enumerate(factors):
+        activation = None if factor in taken or len(factor.users) > 1 else activation_of(factor)
+        if activation is not None and _is_row_like(x := _argument(factor, 0), node):
+            x_place = factor.args.index(x)
+            nodes = (factor, node)
+            return PrologueMatch(nodes=nodes, x_place=x_place, gate_place=1 - place, activation=activation, views=views)
+    return PrologueMatch(nodes=(node,), x_place=0, gate_place=1, views=views)
+
+
+def _is_row_like(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether both have one dtype and shape, and elements that follow each other in memory."""
+    a, b = fake(node), fake(other)
+    return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | None:

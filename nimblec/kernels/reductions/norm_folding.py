@@ -92,7 +92,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _is_product_of(reader: fx.Node, rows: fx.Node) -> bool:
     is_product = is_call(reader, linear) and reader.args[0] is rows and fake(rows).is_contiguous()
-    return is_product and times_read(rows, reader) == 1
+    return is_product and times_read(rows, reader) == 1 and bound(reader)["gate"] is None
 
 
 def _moments_of_a_thread(reader: fx.Node, parts: int) -> float:

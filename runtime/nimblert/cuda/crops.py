@@ -1,7 +1,5 @@
 """The sizes of cropped outputs: kernels of the graph copy them to page-locked memory."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from nimblert.calls.outputs import checked_sizes
@@ -16,10 +14,10 @@ from nimblert.plan.pieces import SIZE_NBYTES
 class Crops:
     """The crops of a program, each with page-locked memory for its sizes."""
 
-    def __init__(self, program: Program, crops: Sequence[Crop], context: Context, kernels: GatherKernels) -> None:
+    def __init__(self, program: Program, context: Context, kernels: GatherKernels) -> None:
         self._outputs, self._kernels = program.outputs, kernels
         self._places: dict[Crop, np.ndarray] = {}
-        for crop in crops:
+        for crop in (command for _, command in program.work if isinstance(command, Crop)):
             nbytes = SIZE_NBYTES * crop.rank
             address = int(context.acquire(call("cuMemHostAlloc", nbytes, 0), "cuMemFreeHost"))
             self._places[crop] = host_bytes(address, nbytes).view(np.int64)

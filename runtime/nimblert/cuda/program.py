@@ -49,10 +49,10 @@ class GraphProgram:
             self._control = control.Control(program, bodies, context)
             self.synchronize_stream = self._control.checked(self.synchronize_stream)
         self.crops: Crops | None = None
-        if cropping := [command for _, command in program.work if isinstance(command, Crop)]:
+        if any(isinstance(command, Crop) for _, command in program.work):
             from nimblert.cuda import crops  # few outputs are cropped
 
-            self.crops = crops.Crops(program, cropping, context, self.kernels)
+            self.crops = crops.Crops(program, context, self.kernels)
         self._graph = self.instantiate(memory)
         call("cuGraphUpload", self._graph, self._stream)
         self.synchronize_stream(self._stream)
