@@ -47,7 +47,7 @@ class Launch:
     def job(self) -> Job:
         """The job that compiles it; meta tensors will do."""
         dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
-        unaligned = tuple(name for name, x in self.pointers.items() if x is not None and _is_unaligned(x))
+        unaligned = [name for name, x in self.pointers.items() if x is not None and _is_unaligned(x)]
         return Job(template=self.template, pointers=dtypes, settings=self._all_settings(), unaligned=unaligned)
 
     def _all_settings(self) -> dict[str, Any]:

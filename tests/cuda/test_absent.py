@@ -1,4 +1,4 @@
-"""Plans for GPUs that are not here: compiled by Triton where it is installed, and checked as far as no GPU is needed."""
+"""Plans for GPUs that are not here, compiled where Triton is installed, and checked without running them."""
 
 from importlib.util import find_spec
 from pathlib import Path
