@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(TargetChoice)),
     default="auto",
     show_default=True,
-    help="Target device. auto: cuda if there is a GPU and cuda-bindings is installed, else cpu.",
+    help="Target device. auto: cuda if there is a GPU and cuda-bindings is installed, else cpu. sm_90 and the like: "
+    "a GPU of that architecture, which need not be here.",
 )
 @click.option(
     "--input",

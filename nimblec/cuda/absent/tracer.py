@@ -16,6 +16,7 @@ from nimblec.base.ir import Access, CopyWork, Graph, Op, Task, TensorView
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.code import Code, CodeTable
 from nimblec.cuda.absent.inductor import seeing_launches
+from nimblec.graph import control
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
 from nimblec.graph.writes import written_positions
@@ -218,7 +219,15 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def trace(model: TorchModel, gpu: GPU) -> Graph:
-    """Return the graph of a flat model on real tensors of the CPU, as it would run on ``gpu``."""
+    """Return the graph of a flat model on real tensors of the CPU, as it would run on ``gpu``.
+
+    Raises UnsupportedModelError for a call that only a library computes.
+    """
+    if model.cropped or any(control.calls(model.module)):
+        raise UnsupportedModelError(
+            "a plan for a GPU that is not here holds no loops, branches or sizes that depend on values: compile it on "
+            "the GPU, by --target cuda"
+        )
     buffers, mode = BufferTable(), FakeTensorMode()
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
