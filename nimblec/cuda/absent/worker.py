@@ -16,6 +16,8 @@ import numpy as np
 from nimblec.base.errors import CompileError
 from nimblec.cuda.absent.target import find_gpu
 from nimblec.cuda.check import report
+from nimblec.cuda.common_state import refuse_folded_state, with_common_state
+from nimblec.cuda.given_weights import with_weights
 from nimblec.cuda.load import choose_without_timing, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
@@ -63,12 +65,21 @@ class _Worker:
         with reports.stage("load the model"):
             originals = load_models(request, device="cpu")
             choose_without_timing()
+            if len(originals) > 1:
+                originals = with_common_state(originals)
         parts, rewritten = [], []
         for (entry, profile), original in originals.items():
             reports.note(original.notes)
             kernels, part = self._compiled(original)
-            parts.append(replace(part, entry=entry, profile=profile))
+            graph = with_weights(part.graph, original, as_it_runs=False)
+            parts.append(replace(part, graph=graph, entry=entry, profile=profile))
             rewritten.append(kernels)
+        refuse_folded_state(
+            {part.name: original.module for part, original in zip(parts, originals.values(), strict=True)},
+            {part.name: part.graph for part in parts},
+            as_they_run=(),
+            kept={part.name: model.written_elsewhere for part, model in zip(parts, rewritten, strict=True)},
+        )
         plan = mark_masks(assemble(parts, self._provenance()), request.options.pad_masks)
         with reports.stage("run on the CPU"):
             programs = zip(plan.programs, rewritten, originals.values(), strict=True)
@@ -110,9 +121,18 @@ class _Worker:
 
     def _with_golden(self, program: Program, kernels: "TorchModel", original: "TorchModel") -> Program:
         """Return the program with what the CPU computes by the same rewrites, and a tolerance for rounding."""
+        import torch
+
+        from nimblec.graph.state import slots
+
         outputs = _compute(kernels, golden.draw_inputs(program, _SEED))
+        state = [slot.tensor for slot in slots(kernels.module).values()]
+        before = [tensor.clone() for tensor in state]
         compute = partial(_compute, original), lambda _: outputs
         self._reports.note(report(program, *compute, self._request.options.max_error, seeds=1))
+        with torch.no_grad():
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
         tolerance = max(_TOLERANCES.get(t.dtype, 0.0) for t in (*program.inputs, *program.outputs))
         return replace(program, golden=golden.record(_SEED, outputs, tolerance))
 
