@@ -47,7 +47,7 @@ class Launch:
     def job(self) -> Job:
         """The job that compiles it; meta tensors will do."""
         dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
-        unaligned = [name for name, x in self.pointers.items() if x is not None and _is_unaligned(x)]
+        unaligned = [name for name, x in self.pointers.items() if x is not None and is_unaligned(x)]
         return Job(template=self.template, pointers=dtypes, settings=self._all_settings(), unaligned=unaligned)
 
     def _all_settings(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def ops() -> frozenset[OpOverload]:
     return frozenset(_PREPARES)
 
 
-def _is_unaligned(tensor: Tensor) -> bool:
+def is_unaligned(tensor: Tensor) -> bool:
     """Return whether a tensor's first element is not at a multiple of 16 bytes, which Triton would rely on."""
     return tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_NBYTES != 0
 

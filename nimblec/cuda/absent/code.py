@@ -75,9 +75,11 @@ class CodeTable:
                     max_dynamic_smem_nbytes=metadata.shared,
                 )
             )
+        types = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+        assert len(types) <= len(self.kernels[self._numbers[cubin]].parameters), metadata.name
         return Code(
             kernel=self._numbers[cubin],
-            types={name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"},
+            types=types,
             warps=metadata.num_warps,
             shared_nbytes=metadata.shared,
             is_programmatic=bool(getattr(metadata, "launch_pdl", False)),

@@ -3,7 +3,7 @@
 It is a part of torch that was not made for that, so some functions of torch are replaced for the rest of the process.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from nimblec.kernels.compiling import pretend_target
 from nimblec.kernels.gpu import GPU
+from nimblec.kernels.launch import is_unaligned
 from nimblert.plan import Dim3
 
 Launched = Callable[[str, Any, dict[str, Any], Dim3, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -94,13 +95,19 @@ def _reinterpret(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[i
     return torch.as_strided(tensor, shape, strides, tensor.storage_offset() + offset)
 
 
-def _copy_misaligned(inputs: list[Any], places: Sequence[int], _pairs: Any = None) -> tuple[list[Any], list[Any]]:
-    """Copy the inputs at these places that do not start on 16 bytes, as code was generated for those that do."""
-    for place in places:
-        tensor = inputs[place]
-        if tensor.storage_offset() * tensor.element_size() % 16:
-            inputs[place] = tensor.clone()
-    return [], []
+def _copy_misaligned(
+    inputs: list[Any], places: Sequence[int], written: Collection[int] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Copy the inputs at these places that do not start on 16 bytes, as code was generated for those that do.
+
+    Returns the ``written`` ones, and their copies.
+    """
+    found = [place for place in places if is_unaligned(inputs[place])]
+    given = {place: inputs[place] for place in found}
+    for place in found:
+        inputs[place] = given[place].clone()
+    pairs = [(given[place], inputs[place]) for place in found if place in (written or ())]
+    return [old for old, _ in pairs], [new for _, new in pairs]
 
 
 @contextmanager
