@@ -1,5 +1,6 @@
 """Plans for GPUs that are not here, compiled where Triton is installed, and checked without running them."""
 
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -9,13 +10,14 @@ import torch
 from command_line import CommandLine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import nimblert
 from nimblec.base.ir import Access, BufferKind
 from nimblec.base.options import TargetChoice
 from nimblec.cuda import compile as cuda_compile
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.target import find_gpu
 from nimblec.inspect.verification import Result, verify
-from nimblec.kernels.gpu import KNOWN
+from nimblec.kernels.gpu import GPU, KNOWN
 from nimblert.check.verify import read_plan
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -101,6 +103,30 @@ def test_network_compiles_for_absent_gpu(
     assert [tensor.name for tensor in plan.state if tensor.name] == ["total"]
     assert {"convolution", "depthwise", "pool", "attention"} <= {kernel.symbol for kernel in plan.kernels}
     assert plan.programs[0].golden is not None
+
+
+@pytest.mark.gpu
+def test_absent_plan_runs_on_its_gpu(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The golden record is the CPU's; state is written by two runs, as torch writes it."""
+    architecture = f"sm_{GPU.current().architecture}"
+    if architecture not in TARGETS:
+        pytest.skip(f"{architecture} has no record")
+    (tmp_path / "absent_here.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "network.plan"
+    how = ("--target", architecture, "--no-plan-cache", "--quiet")
+    command_line.prints("compile", "absent_here:network", "-o", output, *how)
+    checks = {check.name: check.result for check in verify(output)}
+    assert checks["golden"] is Result.PASSED
+    module = importlib.import_module("absent_here").network()[0]
+    image = torch.randn(1, 3, 8, 8)
+    with nimblert.load(output) as executable:
+        for _ in range(2):
+            (found,) = executable.run({"image": image.numpy()}).values()
+            expected = module(image).detach()
+            torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-2, atol=1e-3)
 
 
 @needs_cuda_build

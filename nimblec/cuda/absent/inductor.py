@@ -102,10 +102,12 @@ def _copy_misaligned(
 
     Returns the ``written`` ones, and their copies.
     """
+    from torch._inductor.utils import clone_preserve_strides
+
     found = [place for place in places if is_unaligned(inputs[place])]
     given = {place: inputs[place] for place in found}
     for place in found:
-        inputs[place] = given[place].clone()
+        inputs[place] = clone_preserve_strides(given[place])
     pairs = [(given[place], inputs[place]) for place in found if place in (written or ())]
     return [old for old, _ in pairs], [new for _, new in pairs]
 

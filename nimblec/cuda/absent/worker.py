@@ -176,6 +176,8 @@ def _compute(model: "TorchModel", inputs: Mapping[str, np.ndarray]) -> Sequence[
 def main(request_path: str, events_fd: int) -> int:
     """Serve one request; 0 where the plan file was written."""
     os.set_inheritable(events_fd, False)
+    # torch would start a GPU that is here, whatever the plan is for.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with os.fdopen(events_fd, "w", buffering=1) as pipe:
         os.register_at_fork(after_in_child=pipe.close)
         reports = Reports(pipe)
