@@ -164,15 +164,15 @@ class Tracer(TorchDispatchMode):
         )
 
     def _moves(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Add a copy or fill as a command, if the call is one over memory without gaps."""
-        if func is aten.clone.default or func is aten.copy_.default:
-            target, source = (result, args[0]) if func is aten.clone.default else (args[0], args[1])
-            if not _lie_alike(target, source):
-                return False
-            (dst,), (src,) = self._buffers.accesses(target), self._buffers.accesses(source)
-            self._task(str(func), CopyWork(dst=dst, src=src), (src,), (dst,))
-            return True
-        return False
+        """Add a copy as a command, if the call is one between tensors alike and without gaps."""
+        if func is not aten.clone.default and func is not aten.copy_.default:
+            return False
+        target, source = (result, args[0]) if func is aten.clone.default else args[:2]
+        if not _lie_alike(target, source):
+            return False
+        (dst,), (src,) = self._buffers.accesses(target), self._buffers.accesses(source)
+        self._task(str(func), CopyWork(dst=dst, src=src), (src,), (dst,))
+        return True
 
     def _add(
         self,

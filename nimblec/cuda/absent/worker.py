@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,7 @@ from nimblec.cuda.load import choose_without_timing, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import half
+from nimblec.cuda.worker import serve
 from nimblec.padding.fits import mark_masks
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nimblec.pytorch.model import TorchModel
 
 _SEED = 0
-_TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 8e-2}
+_TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "fp16": 2e-2, "bfloat16": 8e-2, "bf16": 8e-2}
 """The largest difference from the CPU's results to allow on the GPU, relative to an output's largest magnitude."""
 
 
@@ -133,31 +133,26 @@ class _Worker:
         with torch.no_grad():
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
-        tolerance = max(_TOLERANCES.get(t.dtype, 0.0) for t in (*program.inputs, *program.outputs))
+        dtypes = [tensor.dtype for tensor in (*program.inputs, *program.outputs)]
+        tolerance = max(_TOLERANCES.get(name, 0.0) for name in (*dtypes, self._request.options.precision))
         return replace(program, golden=golden.record(_SEED, outputs, tolerance))
 
     def _provenance(self) -> Provenance:
         import torch
         import triton
+        from triton.backends.nvidia.compiler import get_ptxas
 
         gpu, options = self._gpu, self._request.options
         device = Device(
             name=f"sm_{gpu.architecture} by record",
             compute_capability=gpu.capability,
             multiprocessor_count=gpu.multiprocessors,
-            driver_version=_cuda_version() // 1000 * 1000,
+            # Within a major version of CUDA a driver runs the cubins of every minor one.
+            driver_version=1000 * int(str(get_ptxas(gpu.architecture).version).partition(".")[0]),
         )
         versions = (("torch", torch.__version__), ("triton", triton.__version__))
         how = (("level", "-O2, by record"), ("precision", options.precision))
         return Provenance(target=Target.CUDA, device=device, versions=(*versions, *how))
-
-
-def _cuda_version() -> int:
-    """Return the CUDA version of the assembler, as a driver numbers its own."""
-    from triton import knobs
-
-    major, minor = map(int, str(knobs.nvidia.ptxas.version).split(".")[:2])
-    return 1000 * major + 10 * minor
 
 
 def _compute(model: "TorchModel", inputs: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
@@ -173,25 +168,9 @@ def _compute(model: "TorchModel", inputs: Mapping[str, np.ndarray]) -> Sequence[
         return [as_array(tensor) for _, tensor in name_outputs(model.run(lambda _: None))]
 
 
-def main(request_path: str, events_fd: int) -> int:
-    """Serve one request; 0 where the plan file was written."""
-    os.set_inheritable(events_fd, False)
+if __name__ == "__main__":
     # torch would start a GPU that is here, whatever the plan is for.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with os.fdopen(events_fd, "w", buffering=1) as pipe:
-        os.register_at_fork(after_in_child=pipe.close)
-        reports = Reports(pipe)
-        try:
-            request = CompileRequest.load(Path(request_path))
-            sys.path[:0] = request.sys_path
-            _Worker(request, reports).compile()
-        except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
-            reports.failure(exc)
-            return 2
-        return 0
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1], int(sys.argv[2]))
+    status = serve(sys.argv[1], int(sys.argv[2]), lambda request, reports: _Worker(request, reports).compile())
     sys.stdout.flush()
     os._exit(status)
