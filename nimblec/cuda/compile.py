@@ -46,7 +46,7 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        return tuple(_run_worker(_worker_of(options), folder, observer))
+        return tuple(_run_worker(folder, observer, _worker_of(options)))
 
 
 def _refuse_for_absent(options: Options) -> None:
@@ -66,14 +66,15 @@ def _refuse_for_absent(options: Options) -> None:
 
 def _worker_of(options: Options) -> str:
     """Return the module of the process that compiles: for the GPU here, or for one that is not."""
-    return "nimblec.cuda.absent.worker" if options.is_for_absent else "nimblec.cuda.worker"
+    return "nimblec.cuda.absent.worker" if options.is_for_absent else _CAPTURING
 
 
+_CAPTURING = "nimblec.cuda.worker"
 _STDERR = 2
 """The output of the user's model goes to standard error, apart from nimblec's own."""
 
 
-def _run_worker(module: str, request: Path, observer: Observer) -> list[str]:
+def _run_worker(request: Path, observer: Observer, module: str = _CAPTURING) -> list[str]:
     read_end, write_end = os.pipe()
     worker = module_command(module, str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
