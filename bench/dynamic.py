@@ -1,25 +1,26 @@
-
 """Networks whose sizes and structure change from call to call: the table of Nimble (Shen et al., MLSys 2021) rebuilt.
 
     python -m bench.dynamic --cpu -o bench/results/cpu/dynamic.json
+    python -m bench.dynamic --gpu -o bench/results/gpu/dynamic.json
     python -m bench.dynamic --show bench/results/cpu/dynamic.json
 
 LSTMs of 1 and 2 layers (300 to 512, last state) and BERT-base read sentences of 8 to 64 words, a child-sum Tree-LSTM
 (300 to 150) binary trees of as many leaves; sizes are drawn, the same for every system. A figure is the median, over
-rounds, of the mean time of a call from numpy arrays to numpy arrays. Each system is measured in a process of its own,
-one after the other, on as many threads.
+rounds, of the mean time of a call from numpy arrays to numpy arrays. Each system has a process of its own; they measure
+one at a time (bench/turns.py), on as many threads. On the GPU, nimblec compiles at -O1, LSTMs read 16, 32, 48 or 64
+words, and torch.compile makes CUDA graphs, but for the Tree-LSTM's cell: a later call of it reads earlier results.
 """
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,14 +28,18 @@ from torch import Tensor, nn
 
 from bench import environment
 from bench.tables import number, table
+from bench.turns import Job, Place, Result, Turn, take_turns
 from samples import tree_lstm
 
 NETWORKS = ("lstm", "lstm of 2 layers", "tree-lstm", "bert-base")
 SYSTEMS = ("nimblec", "eager", "torch.compile", "onnxruntime")
+"""The last is measured on the CPU alone."""
 
-_LEAST, _MOST, _SAMPLES, _ROUNDS = 8, 64, 40, 5
+_LSTM_SIZES = (16, 32, 48, 64)
+_LEAST, _MOST, _SAMPLES, _WARM_UPS, _ROUNDS = 8, 64, 40, 2, 5
 
 Arrays = tuple[np.ndarray, ...]
+Target = Literal["cpu", "cuda"]
 Call = Callable[[Arrays], object]
 
 
@@ -60,7 +65,7 @@ class _Recursive(nn.Module):
 
     def forward(self, words: Tensor, children: Tensor, count: Tensor) -> Tensor:
         """Compute what `tree_lstm.TreeLSTM` does."""
-        rows = children.tolist()
+        rows, words = children.tolist(), words.to(self.cell.of_word.weight.device)
         none = words.new_zeros(1, self.cell.width)
 
         def visit(node: int) -> tuple[Tensor, Tensor]:
@@ -86,10 +91,12 @@ def build(network: str) -> nn.Module:
     return _LastState(2 if "2" in network else 1).eval()
 
 
-def samples(network: str) -> list[Arrays]:
+def samples(network: str, target: Target) -> list[Arrays]:
     """Return the inputs of the calls."""
     random = np.random.default_rng(0)
     lengths = np.clip(np.rint(random.normal(24, 12, _SAMPLES)), _LEAST, _MOST).astype(int)
+    if network.startswith("lstm") and target == "cuda":
+        lengths = np.array(_LSTM_SIZES)[np.searchsorted(_LSTM_SIZES, lengths)]
     if network == "bert-base":
         return [(random.integers(1, 30_000, (1, n)), np.ones((1, n), np.int64)) for n in lengths]
     if network != "tree-lstm":
@@ -106,39 +113,47 @@ def samples(network: str) -> list[Arrays]:
     return [(x, rows, np.array(2 * n - 1)) for x, rows, n in zip(words, arrays, lengths, strict=True)]
 
 
-def _dynamic(network: str) -> dict[str, Any]:
+def _dynamic(network: str, target: Target = "cpu") -> dict[str, Any]:
     """Return the arguments of `nimblec.compile` for the sizes of a network."""
     dim = torch.export.Dim("n", min=2, max=128)
     if network == "tree-lstm":
         return {}
     if network == "bert-base":
-        sizes = {"dims": {"n": (8, 16, 24, 32, 48, 64)}, "pad_masks": "attention_mask"}
-        return {"dynamic_shapes": ({1: dim}, {1: dim}), **sizes}
-    return {"dynamic_shapes": ({0: dim},), "dims": {"n": range(_LEAST, _MOST + 1)}}
+        lengths = (8, 16, 24, 32, 48, 64) if target == "cpu" else (16, 32, 64)
+        return {"dynamic_shapes": ({1: dim}, {1: dim}), "dims": {"n": lengths}, "pad_masks": "attention_mask"}
+    return {
+        "dynamic_shapes": ({0: dim},),
+        "dims": {"n": range(_LEAST, _MOST + 1) if target == "cpu" else _LSTM_SIZES},
+    }
 
 
-def caller(network: str, system: str, threads: int) -> Call:
-    """Return a call of a network in a system, on the CPU."""
+def caller(network: str, system: str, threads: int, target: Target) -> Call:
+    """Return a call of a network in a system."""
     module = build(network)
-    example = tuple(map(torch.from_numpy, samples(network)[0]))
+    example = tuple(map(torch.from_numpy, samples(network, target)[0]))
     if system == "nimblec":
         import nimblec
         import nimblert
 
-        plan = nimblec.compile(module, example, target="cpu", plan_cache=None, streams=1, **_dynamic(network))
-        executable = nimblert.load(plan, threads=threads)
+        given = _dynamic(network, target)
+        plan = nimblec.compile(module, example, target=target, plan_cache=None, streams=1, **given)
+        executable = nimblert.load(plan, threads=threads if target == "cpu" else None)
         return lambda arrays: executable(*arrays)
     if system == "onnxruntime":
         return _session(module, example, network, threads)
     if isinstance(module, tree_lstm.TreeLSTM):
         module = _Recursive(module.cell)
     if system == "torch.compile":
-        target = module.cell if isinstance(module, _Recursive) else module
-        target.compile(dynamic=True)
+        compiled = module.cell if isinstance(module, _Recursive) else module
+        graphs = target == "cuda" and compiled is module
+        compiled.compile(dynamic=True, mode="reduce-overhead" if graphs else None)
+    module.to(target)
+    # Python reads the tree.
+    device = "cpu" if isinstance(module, _Recursive) else target
 
     def run(arrays: Arrays) -> object:
         with torch.inference_mode():
-            return module(*map(torch.from_numpy, arrays)).numpy()
+            return module(*(torch.from_numpy(array).to(device) for array in arrays)).cpu().numpy()
 
     return run
 
@@ -161,24 +176,33 @@ def _session(module: nn.Module, example: tuple[Tensor, ...], network: str, threa
     return lambda arrays: session.run(None, dict(zip(names, arrays, strict=True)))
 
 
-def measure(network: str, system: str, threads: int) -> dict[str, Any]:
-    """Return the times of a call, and how far results are from eager's."""
+def measure(network: str, system: str, threads: int, target: Target) -> None:
+    """Report the times of a call, and how far results are from eager's."""
+    turn = Turn(wait=True)
     torch.set_num_threads(threads)
-    inputs = samples(network)
-    call, eager = caller(network, system, threads), caller(network, "eager", threads)
+    inputs = samples(network, target)
+    begin = time.perf_counter()
+    call, eager = caller(network, system, threads, target), caller(network, "eager", threads, target)
+    prepare_s = time.perf_counter() - begin
     gap = 0.0
     for arrays in inputs:
         found = call(arrays)
         found = np.asarray(found[0] if isinstance(found, list) else found)
         wanted = np.asarray(eager(arrays))
         gap = max(gap, float(np.abs(found.reshape(wanted.shape) - wanted).max() / np.abs(wanted).max()))
-    rounds = []
-    for _ in range(_ROUNDS):
+
+    def mean_us() -> float:
         begin = time.perf_counter()
         for arrays in inputs:
             call(arrays)
-        rounds.append((time.perf_counter() - begin) / len(inputs) * 1e6)
-    return {"call_us": median(rounds), "rounds_us": rounds, "gap": gap}
+        return (time.perf_counter() - begin) / len(inputs) * 1e6
+
+    for _ in range(_WARM_UPS):
+        mean_us()
+    turn.begin()
+    rounds = [mean_us() for _ in range(_ROUNDS)]
+    turn.report(call_us=median(rounds), rounds_us=rounds, gap=gap, prepare_s=prepare_s)
+    turn.end()
 
 
 def show(figures: dict[str, Any]) -> list[str]:
@@ -193,8 +217,11 @@ def show(figures: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> None:
     """Measure every network in every system, and write and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.dynamic", description=__doc__)
-    parser.add_argument("--cpu", action="store_true", required="--show" not in arguments, help="the CPU target")
+    targets = parser.add_mutually_exclusive_group(required="--show" not in arguments)
+    targets.add_argument("--cpu", dest="target", action="store_const", const="cpu")
+    targets.add_argument("--gpu", dest="target", action="store_const", const="cuda")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=3600, help="time after which no figure is waited for")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of these figures")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -204,17 +231,26 @@ def main(arguments: Sequence[str]) -> None:
         return
     if options.one:
         network, system = options.one
-        print(json.dumps(measure(network, system, options.threads)))
+        measure(network, system, options.threads, options.target)
         return
     figures: dict[str, Any] = {"machine": environment.describe(), "threads": options.threads, "figures": {}}
-    for network in NETWORKS:
-        for system in SYSTEMS:
-            command = [sys.executable, "-m", "bench.dynamic", "--cpu", "--threads", str(options.threads)]
-            done = subprocess.run([*command, "--one", network, system], capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{network}, {system}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-                continue
-            figures["figures"][f"{network}/{system}"] = json.loads(done.stdout.splitlines()[-1])
+    is_cpu = options.target == "cpu"
+    target = "--cpu" if is_cpu else "--gpu"
+    command = (sys.executable, "-m", "bench.dynamic", target, "--threads", str(options.threads), "--one")
+    jobs = [
+        Job(table="", model=network, mode=system, command=(*command, network, system), limit_s=options.limit_s)
+        for network in NETWORKS
+        for system in (SYSTEMS if is_cpu else SYSTEMS[:-1])
+    ]
+
+    def keep(job: Job, result: Result) -> None:
+        if "failed" in result:
+            print(f"{job.model}, {job.mode}: {result['failed']}", file=sys.stderr)
+        else:
+            figures["figures"][f"{job.model}/{job.mode}"] = result
+
+    places = [Place(jobs=jobs, environment=os.environ)]
+    take_turns(places, side_by_side=1 if is_cpu else len(jobs), stop_after_s=options.limit_s, done=keep)
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
     print("\n".join(show(figures)))

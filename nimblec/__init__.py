@@ -130,7 +130,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       A PyTorch model's example is replaced by zeros of that shape.
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
       ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
-      powers of two, and both ends), make a program for each combination.
+      powers of two, and both ends), make a program for each combination. On the CPU target, a range within which calls
+      cannot be padded has every size if the programs are small.
     - ``dynamic_shapes``: of a module or a function, as torch.export.export takes them; ``dims`` then gives sizes
       for the names of its Dims.
     - ``pad_masks``: inputs whose zeros mask elements of the others, such as ``"attention_mask"``: calls with
@@ -274,8 +275,9 @@ def generate(
     ``model`` is a causal language model of transformers, or a module of ``(ids, positions)``, both batch x steps, that
     returns logits (batch x steps x vocabulary) and writes the keys and values of these positions into buffers of its
     own. Sequences may have prompts of different ``lengths``. The caches have room for the longest of ``prompts`` and
-    ``max_new_tokens``; "generate" returns batch x ``max_new_tokens`` tokens, of which the first ``count`` were made. It
-    ends early where all sequences have reached the token ``eos``, or the caches are full. Another call goes on.
+    ``max_new_tokens``; "generate" returns batch x ``max_new_tokens`` tokens, of which the first ``count`` were made,
+    and -1. It ends early where all sequences have reached the token ``eos``, or the caches are full. Another call goes
+    on. Bound to an array of ``exe.empty_output``, tokens can be read as they are made (samples/serving/events.py).
 
     ``temperature`` 0 takes the most likely token. Otherwise tokens are drawn, from the ``top_k`` most likely (0: all)
     and of these the fewest with ``top_p`` of the probability, by Philox from the state "shared.seed" and

@@ -1,14 +1,15 @@
 """The pipeline: a model as a user gives it becomes a checked plan."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from nimblec.base.errors import CompileError, missing_package
-from nimblec.base.options import Options, TargetChoice
+from nimblec.base.options import MOST_PROFILES, Options, SizeRange, TargetChoice
 from nimblec.base.source import Source
 from nimblec.base.stages import Observer, Stopwatch, stage
 from nimblec.find_source import find_source
@@ -18,7 +19,7 @@ from nimblec.plan.stripping import strip
 from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import CudaError, DeviceMismatchError
-from nimblert.plan import Plan, Target
+from nimblert.plan import Fit, Plan, Target
 from nimblert.plan.files import destination, scratch_folder
 
 
@@ -82,7 +83,14 @@ def compile_model(
         try:
             source = find_source(model, example_inputs, kwargs, folder, dynamic_shapes)
             _refuse_for_pytorch(source, options)
-            notes = compile_once(partial(_compile, target), source, target, options, written, stopwatch)
+            compiler = partial(_compile, target)
+            notes = compile_once(compiler, source, target, options, written, stopwatch)
+            if target is Target.CPU and (every := _every_size(options, read_plan(written))) is not None:
+                # A size between those of a range may not suit the model.
+                with suppress(CompileError):
+                    notes = compile_once(compiler, source, target, every, folder / "every.plan", stopwatch)
+                    notes += ("every size of a range has a program, since calls cannot be padded",)
+                    (folder / "every.plan").replace(written)
         except ModuleNotFoundError as exc:
             raise missing_package(exc) or exc from exc
         if weights is not None:
@@ -94,6 +102,21 @@ def compile_model(
         # The mapping outlives the temporary file.
         plan = read_plan(output or written)
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
+
+
+_MOST_OPS = 4096
+"""The most ops, of all programs together, of a plan with a program for every size of a range."""
+
+
+def _every_size(options: Options, plan: Plan) -> Options | None:
+    """Return options with every size of the ranges within which calls cannot be padded; None if there are too many."""
+    fits = [dict(zip((name for name, _ in p.profile), p.fits, strict=False)) for p in plan.programs]
+    ranges = {name for name, sizes in options.sizes if isinstance(sizes, SizeRange)}
+    refused = {name for name in ranges if any(of.get(name, Fit.EXACT) is Fit.EXACT for of in fits)}
+    every = options.filling(refused)
+    count = prod(len(sizes) for _, sizes in every.sizes)
+    ops = max(len(program.ops) for program in (*plan.programs, *plan.bodies))
+    return every if refused and count <= MOST_PROFILES and count * ops <= _MOST_OPS else None
 
 
 def _refuse_for_pytorch(source: Source, options: Options) -> None:

@@ -19,7 +19,7 @@ from nimblec.cuda.load import load_files
 from nimblec.cuda.request import CompileRequest
 from nimblec.onnx_import.input_arrays import make_constant
 from nimblec.onnx_import.torch_model import load_onnx
-from nimblert import executable
+from nimblert import loading
 
 node = helper.make_node
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -51,7 +51,7 @@ def test_an_input_becomes_a_constant_and_chooses_its_branch(rated: Path, tmp_pat
     plan = tmp_path / "m.plan"
     given = ("--constant", "rate=16000", "--constant", scale)
     nimblec.prints("compile", rated, "-o", plan, "--target", "cpu", "--dim", "n=2", *given)
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert [tensor.name for tensor in model.inputs] == ["x"]
         found = model.run({"x": X})
     np.testing.assert_array_equal(found["y"], -X)
@@ -67,7 +67,7 @@ def test_an_input_becomes_a_constant_and_chooses_its_branch(rated: Path, tmp_pat
 def test_constants_in_python(rated: Path) -> None:
     given = {"rate": 8000, "scale": [0.5]}
     plan = package.compile(rated, target="cpu", dims={"n": 1}, constants=given)
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         found = model.run({"x": X[:1]})
     np.testing.assert_array_equal(found["y"], X[0])
     np.testing.assert_array_equal(found["z"], X[:1] / 2)
@@ -141,11 +141,6 @@ def test_values_that_do_not_fit_are_refused(dtype: str, shape: tuple[Any, ...], 
     constants = read_options(constants={"k": given}).constants
     with pytest.raises(package.UnsupportedModelError, match=re.escape(sentence)):
         make_constant(model_with(getattr(TensorProto, dtype), *shape), constants)
-
-
-def test_a_branch_that_does_not_fit_has_the_option_named(rated: Path) -> None:
-    with pytest.raises(package.CompileError, match=r"\(If\).*: if an input chooses the branch, make it a const"):
-        package.compile(rated, target="cpu", dims={"n": 2}, inputs={"scale": (1,)})
 
 
 def test_other_names_and_models_are_refused(rated: Path) -> None:

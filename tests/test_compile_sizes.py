@@ -145,6 +145,34 @@ def test_runs_find_out_which_sizes_a_program_serves(tmp_path: Path, what: str) -
                     executable(x)
 
 
+def centred(path: Path, *divided: NodeProto) -> Path:
+    """Write a model of a vector without its mean, which no padding leaves alone."""
+    nodes = [node("ReduceMean", ["x"], ["m"], keepdims=1), node("Sub", ["x", "m"], ["y"]), *divided]
+    return write_model(path, nodes, [floats("x", "n")], [floats("y", "n")], constants={"pairs": np.array([-1, 2])})
+
+
+def test_range_has_a_program_for_every_size_that_cannot_be_padded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = centred(tmp_path / "model.onnx")
+    plan = nimblec.compile(model, target="cpu", dims={"n": "3..10"}, plan_cache=tmp_path / "plans")
+    assert [dict(program.profile)["n"] for program in plan.programs] == [*range(3, 11)]
+    assert "every size of a range has a program, since calls cannot be padded" in caplog.messages
+    with nimblert.load(plan) as executable:
+        x = np.arange(7, dtype=np.float32)
+        np.testing.assert_allclose(executable(x), x - x.mean(), rtol=1e-5)
+    sizes = {"n": (4, 6)}
+    assert len(nimblec.compile(model, target="cpu", dims=sizes, plan_cache=None).programs) == 2, "a list is no range"
+
+
+@pytest.mark.parametrize(("given", "count"), [("1..200", 9), ("2..16", 4)])
+def test_range_has_powers_of_two_where_more_do_not_fit(tmp_path: Path, given: str, count: int) -> None:
+    """There is room for 128 programs, and no odd size fits a model of pairs."""
+    pairs = (node("Reshape", ["x", "pairs"], ["z"]),) if given == "2..16" else ()
+    model = centred(tmp_path / "model.onnx", *pairs)
+    assert len(nimblec.compile(model, target="cpu", dims={"n": given}, plan_cache=None).programs) == count
+
+
 def test_an_output_with_two_axes_of_a_dimension_is_padded_and_not_split(tmp_path: Path) -> None:
     plan = nimblec.compile(products_of_rows(tmp_path / "rows.onnx"), target="cpu", dims={"batch": (2, 4)})
     assert {fit for program in plan.programs for fit in program.fits} == {Fit.PADDED}

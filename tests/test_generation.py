@@ -3,7 +3,7 @@
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -181,17 +181,24 @@ def test_a_token_out_of_range_is_an_error_that_changes_nothing() -> None:
         assert all(np.array_equal(before[name], executable.state[name]) for name in before)
 
 
-def test_the_sample_sends_tokens_as_events(tmp_path: Path) -> None:
-    entries = nimblec.generate(decoder(1), prompts=(4, 8), max_new_tokens=16)
-    nimblec.compile(entries, target="cpu", plan_cache=None, reproducible=True).save(tmp_path / "m.plan")
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sample_sends_tokens_while_the_loop_runs(tmp_path: Path, target: Literal["cpu", "cuda"]) -> None:
+    torch.manual_seed(3)
+    model = Decoder(1, width=768).eval()
+    entries = nimblec.generate(model, prompts=(4, 8), max_new_tokens=16)
+    nimblec.compile(entries, target=target, plan_cache=None, reproducible=True).save(tmp_path / "m.plan")
     server = Server(str(tmp_path / "m.plan"), 0)
     with server.model:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         events = urlopen(url, json.dumps({"ids": PROMPTS[0], "count": 12}).encode()).read().decode()
         sent = [json.loads(event.removeprefix("data: ")) for event in events.strip().split("\n\n")]
-        assert [len(tokens) for tokens in sent] == [1, 8, 3]
-        assert [token for tokens in sent for token in tokens] == greedy(PROMPTS[0], 12)
+        assert len(sent[0]) == 1
+        assert len(sent) > 2, "the loop, one run of the plan, makes 11 of the 12 tokens"
+        first = begin(server.model, PROMPTS[:1])
+        made, count = server.model(np.array(11), entry="generate")
+        assert count == 11
+        assert [token for tokens in sent for token in tokens] == [*first, *made[0, :11].tolist()]
         with pytest.raises(HTTPError, match="ids: 9 tokens, expected 1 to 8"):
             urlopen(url, json.dumps({"ids": [1] * 9, "count": 2}).encode())
         server.shutdown()

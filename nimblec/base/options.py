@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from difflib import get_close_matches
@@ -39,6 +39,12 @@ MOST_PROFILES = 128
 OWN_TIMING_CACHE = "~/.cache/nimblec/timings.json"
 OWN_PLAN_CACHE = "~/.cache/nimblec/plans"
 """The default caches, in the user's cache folder."""
+
+
+class SizeRange(tuple[int, ...]):
+    """The sizes of programs for a range such as "1..16": both ends, and the powers of two between them."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +128,11 @@ class Options:
         """Return the options of one of the `profiles`."""
         return replace(self, dims=(*self.dims, *profile), sizes=(), pad_masks=())
 
+    def filling(self, names: Collection[str]) -> "Options":
+        """Return the options with every size of the ranges of these dimensions."""
+        filled = {name: tuple(range(sizes[0], sizes[-1] + 1)) for name, sizes in self.sizes if name in names}
+        return replace(self, sizes=tuple((name, filled.get(name, sizes)) for name, sizes in self.sizes))
+
 
 def read_options(**given: Any) -> Options:
     """Parse options as `nimblec.compile` and the command line take them.
@@ -190,7 +201,11 @@ def read_sizes(value: Any) -> tuple[int, ...]:
         if not _SIZES.fullmatch(value):
             raise ArgumentError(f"{shortened(value)}, expected a size such as 4, several (1,2,8) or a range (1..16)")
         first, dots, last = value.partition("..")
-        sizes = _powers(read_size(first), read_size(last)) if dots else tuple(map(read_size, value.split(",")))
+        if dots:
+            return _powers(read_size(first), read_size(last))
+        sizes = tuple(map(read_size, value.split(",")))
+    elif isinstance(value, SizeRange):
+        return value
     elif isinstance(value, Iterable):
         sizes = tuple(map(read_size, value))
     else:
@@ -200,12 +215,11 @@ def read_sizes(value: Any) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _powers(first: int, last: int) -> tuple[int, ...]:
-    """Return both ends, and the powers of two between them."""
+def _powers(first: int, last: int) -> SizeRange:
     if not 0 < first < last:
         raise ArgumentError(f"{first}..{last}, expected a range such as 1..16")
     between = (1 << bits for bits in range(first.bit_length(), last.bit_length()))
-    return (first, *(power for power in between if power < last), last)
+    return SizeRange((first, *(power for power in between if power < last), last))
 
 
 def read_shape(value: Any) -> tuple[int, ...]:

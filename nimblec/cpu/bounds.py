@@ -62,6 +62,8 @@ def _declared(model: ModelProto, wanted: Collection[str]) -> dict[str, Shape]:
 
 def _bounds(node: NodeProto, known: Mapping[str, Shape], constants: Mapping[str, TensorProto]) -> tuple[Shape, ...]:
     """Return the largest shapes of the outputs of a node of ONNX; empty where its inputs do not bound them."""
+    if node.op_type == "If":
+        return _of_both_branches(node)
     first, second = ([known.get(name) for name in node.input] + [None, None])[:2]
     if first is None:
         return ()
@@ -80,6 +82,18 @@ def _bounds(node: NodeProto, known: Mapping[str, Shape], constants: Mapping[str,
         most = first[1] if limit is None else min(first[1], int(numpy_helper.to_array(limit).max()))
         return ((second[0] * second[1] * most, 3),)
     return bounds.get(node.op_type, ())
+
+
+def _of_both_branches(node: NodeProto) -> tuple[Shape, ...]:
+    """Return the largest sizes that the branches of an `If` declare for its outputs; empty if one has none."""
+    values = zip(*(body.output for body in model_nodes.subgraphs(node)), strict=True)
+    types = [[value.type.tensor_type for value in pair] for pair in values]
+    if not all(of.HasField("shape") and all(map(model_file.is_static, of.shape.dim)) for pair in types for of in pair):
+        return ()
+    shapes = [[[dim.dim_value for dim in of.shape.dim] for of in pair] for pair in types]
+    if any(len(one) != len(other) for one, other in shapes):
+        return ()
+    return tuple(tuple(map(max, one, other)) for one, other in shapes)
 
 
 def _inferred(optimized: OptimizedModel, values: Values, inserted: Mapping[str, Shape]) -> dict[str, Shape]:

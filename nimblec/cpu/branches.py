@@ -30,7 +30,7 @@ def _bodies(node: NodeProto) -> dict[str, GraphProto]:
     return {attribute.name: attribute.g for attribute in node.attribute}
 
 
-def _is_branching(node: NodeProto) -> bool:
+def is_branching(node: NodeProto) -> bool:
     """Return whether a node is an `If`, and not one of a damaged file, which ONNX Runtime refuses."""
     if model_nodes.operator_name(node) != "If" or not node.input:
         return False
@@ -43,7 +43,7 @@ def _is_branching(node: NodeProto) -> bool:
 def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
     """Return the conditions that ONNX Runtime's optimiser makes constants, from the nodes before them alone."""
     graph = model.graph
-    conditions = dict.fromkeys(node.input[0] for node in graph.node if _is_branching(node))
+    conditions = dict.fromkeys(node.input[0] for node in graph.node if is_branching(node))
     if not conditions:
         return {}
     makers = {name: node for node in graph.node for name in node.output if name}
@@ -52,7 +52,7 @@ def _known_conditions(model: ModelProto, folder: Path) -> dict[str, bool]:
     if not needed:
         return {}
     used = set().union(*needed.values())
-    part = _part(model, [node for node in graph.node if not used.isdisjoint(node.output)], list(needed))
+    part = part_of(model, [node for node in graph.node if not used.isdisjoint(node.output)], list(needed))
     model_nodes.clear_repeated_names(part)
     try:
         found = optimizer.folded(part, folder, needed)
@@ -91,10 +91,10 @@ def _before(condition: str, makers: Mapping[str, NodeProto], given: set[str]) ->
     return found
 
 
-def _part(model: ModelProto, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
+def part_of(model: ModelProto, nodes: Sequence[NodeProto], outputs: Sequence[str]) -> ModelProto:
     """Return the model with these nodes and outputs alone, and the inputs and constants that the nodes read."""
     graph = model.graph
-    read = {name for node in nodes for name in node.input} | set(outputs)
+    read = {name for node in nodes for name in model_nodes.read_names(node)} | set(outputs)
     return ModelProto(
         ir_version=model.ir_version,
         opset_import=model.opset_import,
@@ -115,7 +115,7 @@ def _replace(graph: GraphProto, conditions: Mapping[str, bool]) -> None:
     names = Counter(_definitions(graph))
     nodes: list[NodeProto] = []
     for node in graph.node:
-        if _is_branching(node) and node.input[0] in conditions:
+        if is_branching(node) and node.input[0] in conditions:
             for body in model_nodes.subgraphs(node):
                 names.subtract(_definitions(body))
             branch = _bodies(node)["then_branch" if conditions[node.input[0]] else "else_branch"]

@@ -40,6 +40,7 @@ from nimblec.cpu.branches import take_branches
 from nimblec.cpu.buffers import Buffers
 from nimblec.cpu.constants import TensorType, type_of
 from nimblec.cpu.corrections import correct
+from nimblec.cpu.misfits import stop_at_misfits
 from nimblec.cpu.optimizer import OptimizedModel, optimize
 from nimblec.cpu.reference import ReferenceModel
 from nimblec.cpu.regions import REGION, find_regions
@@ -101,6 +102,7 @@ def read(
     model_nodes.clear_repeated_names(model)
     model_nodes.shorten_domains(model)
     take_branches(model, Path(path).parent)
+    stop_at_misfits(model, Path(path).parent)
     correct(model)
     return model
 
@@ -253,7 +255,7 @@ class _Builder:
         self._arrays = dict(optimized.arrays)
         kept = {tensor.output for tensor in state}
         self._outputs = [value.name for value in model.graph.output if value.name not in kept]
-        found = values.infer(optimized, model_file.inputs(model), sample_ranges)
+        found = values.infer(optimized, model_file.inputs(model), sample_ranges, bounds)
         if resized := next((tensor for tensor in state if tensor.output in found.unsized), None):
             raise UnsupportedModelError(f"state {resized.name!r}: its size after a run depends on values")
         self._regions = find_regions(optimized, found, self._outputs, bounds)

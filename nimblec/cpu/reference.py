@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto, numpy_helper
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import DEFAULT_TRIP_LIMIT
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
-from nimblec.cpu.optimizer import refusal
+from nimblec.cpu.optimizer import plain_words, refusal, size_advice
 from nimblec.cpu.ort_worker import RefusedError
 from nimblec.cpu.values import Ranges, check_sizes, static_shape, with_outputs
 from nimblec.onnx_export.model_state import ModelState
@@ -80,8 +80,8 @@ class ReferenceRun:
 def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[ReferenceRun]]:
     """Run a model on several sets of inputs; returns it, and the runs.
 
-    Where it does not run on the inputs of the golden record, because integers are drawn from a range on both sides of
-    0, the model that is returned has a range above 0. Other sets on which it does not run are left out. Raises
+    Where it does not run on the inputs of the golden record, the model that is returned has other ranges of integers:
+    above 0, or what it compares them with. Other sets on which it does not run are left out. Raises
     CompileError where it runs on neither, UnsupportedModelError for inputs and outputs of bfloat16.
     """
     for role, tensors in (("input", model_file.inputs(model.proto)), ("output", model_file.outputs(model.proto))):
@@ -94,7 +94,8 @@ def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[Reference
     check_sizes({t.name: TensorType(dtype=t.dtype, shape=static_shape(t)) for t in model.inputs})
     names = [value.name for value in model.proto.graph.output]
     said: list[str] = []
-    for ranges in (model.ranges, _positive(model)):
+    others = (ranges for ranges in (_positive(model), _compared(model)) if ranges != model.ranges)
+    for ranges in (model.ranges, *others):
         given = replace(model, ranges=ranges)
         feeds = [{**feed, **model.state_inputs} for feed in draw_feeds(given)]
         results = run_feeds(model.proto, model.folder, names, feeds)
@@ -103,9 +104,11 @@ def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[Reference
         if not isinstance(results[0], str):
             return given, runs
         said.append(results[0])
-    bounded = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
-    advice = bounded if any(numpy_dtype(tensor.dtype).kind in "iu" for tensor in model.inputs) else ""
-    raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {said[0]}{advice}")
+    problem = plain_words(said[0])
+    advice = size_advice(problem)
+    if not advice and any(numpy_dtype(tensor.dtype).kind in "iu" for tensor in model.inputs):
+        advice = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
+    raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {problem}{advice}")
 
 
 def _positive(model: ReferenceModel) -> Ranges:
@@ -116,6 +119,23 @@ def _positive(model: ReferenceModel) -> Ranges:
             low, high = found.get(tensor.name, (0, 1))
             found[tensor.name] = (max(low, min(high, 1)), high)
     return found
+
+
+def _compared(model: ReferenceModel) -> Ranges:
+    """Return the ranges of integer inputs: of one that the main graph compares with a constant, that number alone."""
+    graph = model.proto.graph
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    held |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"}
+    found = {
+        one: numpy_helper.to_array(held[other])
+        for node in graph.node
+        if node.op_type == "Equal"
+        for one, other in (node.input, node.input[::-1])
+        if other in held and held[other].data_location != TensorProto.EXTERNAL
+    }
+    integers = (t.name for t in model.inputs if numpy_dtype(t.dtype).kind in "iu" and t.name in found)
+    numbers = {name: int(found[name]) for name in integers if found[name].size == 1}
+    return {**{name: (number, number) for name, number in numbers.items()}, **model.ranges}
 
 
 def draw_feeds(model: ReferenceModel) -> Iterator[dict[str, np.ndarray]]:

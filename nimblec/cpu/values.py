@@ -47,8 +47,13 @@ class Values(NamedTuple):
     unsized: dict[str, str]
 
 
-def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges) -> Values:
-    """Return the values of a model. ``ranges`` bound the integers of inputs where the model has to run."""
+def infer(
+    optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Ranges, bounded: Collection[str] = ()
+) -> Values:
+    """Return the values of a model. ``ranges`` bound the integers of inputs where the model has to run.
+
+    The user says that the sizes of the values ``bounded`` depend on values.
+    """
     model = optimized.proto
     types = {tensor.name: TensorType(dtype=tensor.dtype, shape=static_shape(tensor)) for tensor in inputs}
     check_sizes(types)
@@ -76,6 +81,7 @@ def infer(optimized: OptimizedModel, inputs: Sequence[ModelTensor], ranges: Rang
                 name not in shapes
                 and (
                     name not in observed
+                    or name in bounded
                     or not found.keys().isdisjoint(model_nodes.read_names(node))
                     or _is_sized_by_value(node, opset, shapes, makers, types, found)
                     or _counts_steps(node, name, constants)

@@ -64,6 +64,11 @@ def exporting(name: str, exporter: str) -> Iterator[None]:
         if fixed := FIXED.search(str(first)):
             dimension, size = fixed.groups()
             raise TraceError(f"{name}: the dimension {dimension} {_why_fixed(int(size))}") from exc
+        if "is mutated in the forward method" in str(first):
+            raise TraceError(
+                f"{name}: a run writes a tensor that is not a buffer: make it one in __init__ with register_buffer; "
+                "of a model of transformers with a cache, compile what nimblec.generate returns"
+            ) from exc
         where = f"{line} raised {type(first).__name__}: " if line else ""
         raise TraceError(f"{name}: {exporter} refuses it: {where}{_plain(first)}") from exc
 

@@ -111,7 +111,8 @@ class _Generate(_Entry):
     def forward(self, count: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new tokens (batch x most), from the first on, and how many each sequence has got at most.
 
-        What follows a sequence's end is the token that ends it, and what follows the last new token is 0.
+        What follows a sequence's end is the token that ends it, and what follows the last new token is -1: each trip
+        writes its tokens alone, so that a caller may read them while the loop runs.
         """
         shared, sampling, most = self.shared, self.sampling, self.most
         kept = [getattr(shared, name) for name in self.kept]
@@ -138,7 +139,7 @@ class _Generate(_Entry):
 
         first = (
             torch.zeros((), dtype=torch.int64, device=count.device),
-            torch.zeros(len(shared.token), most, dtype=torch.int64, device=count.device),
+            torch.full((len(shared.token), most), -1, dtype=torch.int64, device=count.device),
             *(tensor.clone() for tensor in (*kept, *caches)),
         )
         # torch.while_loop would have Dynamo read the model's code, which may do what Dynamo refuses.

@@ -19,6 +19,7 @@ from nimblert.calls.lock import CallLock
 from nimblert.calls.outputs import check_parts, checked_out, filled, run_parts
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work, listed
+from nimblert.stages import stage
 from nimblert.telemetry import CommandTime, command_times
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class _Runs(_Interface):
         self._working = loaded.working(None if arena is None else arena.memory, poison=poison)
         self._backends = Backends(plan, loaded, self._working, poison=poison)
         try:
-            self._backends[self._last.name]
+            with stage("program"):
+                self._backends[self._last.name]
         except BaseException:
             self._working.close()
             raise
@@ -359,9 +361,9 @@ class Context(_Runs):
     def bind(self, name: str, array: Any, *, entry: str | None = None) -> None:
         """Have the kernels read an input from, or write an output to, an array of the caller, without a copy.
 
-        The array is on the plan's device, has the strides that `inputs` or `outputs` list, and is kept alive. Runs then
-        omit a bound input and return a bound output as its array; `launch` and `replay` use what the arrays hold, and
-        do not wait for other work on them.
+        The array is on the plan's device or in page-locked memory (`empty_output`), has the strides that `inputs` or
+        `outputs` list, and is kept alive. Runs then omit a bound input and return a bound output as its array;
+        `launch` and `replay` use what the arrays hold, and do not wait for other work on them.
         Other profiles of the entry cannot run. None restores the plan's own memory. The program's graph is rebuilt,
         which takes its time. Raises InputError.
         """
@@ -379,9 +381,18 @@ class Context(_Runs):
         On a GPU it is in page-locked memory: an input above 1 MiB is uploaded from there without being copied first.
         Other threads may use the context meanwhile. Raises InputError.
         """
-        tensor = self._signatures[entry].largest_input(name)
+        tensor = self._signatures[entry].largest("input", name)
         self._lock.check_open()
-        return self._loaded.empty_input(tensor)
+        return self._loaded.empty(tensor)
+
+    def empty_output(self, name: str, *, entry: str | None = None) -> np.ndarray:
+        """Return a new array for an output, as `empty_input` does for an input.
+
+        Once it is bound, other threads may read it while a run writes it: on a GPU kernels write to the host's memory.
+        """
+        tensor = self._signatures[entry].largest("output", name)
+        self._lock.check_open()
+        return self._loaded.empty(tensor)
 
 
 @atexit.register

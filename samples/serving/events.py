@@ -1,15 +1,18 @@
-"""Serve a plan of `nimblec.generate`: tokens are sent as they are made, as server-sent events.
+"""Serve a plan of `nimblec.generate`: tokens are sent while the loop that makes them runs, as server-sent events.
 
 Usage: ``python samples/serving/events.py gpt2.plan [PORT]``; then
 
     curl -N localhost:8000 -d '{"ids": [464, 3290], "count": 40}'
 
-Each event holds the tokens of one call of the plan. One text is generated at a time.
+The loop writes its tokens to an array that this program reads; on a GPU it is in page-locked memory. One text is
+generated at a time.
 """
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import chain
 
@@ -17,15 +20,18 @@ import numpy as np
 
 import nimblert
 
-TOGETHER = 8
-"""Tokens of an event."""
+POLL_S = 0.001
+"""The time between two looks at the array."""
 
 
 class Server(HTTPServer):
     """A server of one plan for one sequence at a time."""
 
     def __init__(self, plan: str, port: int) -> None:
-        self.model = nimblert.load(plan)
+        self.model, self.threads = nimblert.load(plan), ThreadPoolExecutor(1)
+        name = self.model.entry("generate").outputs[0].name
+        self.made = self.model.empty_output(name, entry="generate")
+        self.model.bind(name, self.made, entry="generate")
         super().__init__(("127.0.0.1", port), Handler)
 
     def tokens(self, prompt: Sequence[int], count: int) -> Iterator[list[int]]:
@@ -43,11 +49,27 @@ class Server(HTTPServer):
         yield np.asarray(first).tolist()
         left = count - 1
         while left > 0:
-            made, number = self.model(np.array(min(left, TOGETHER)), entry="generate")
-            if not int(number):
+            before = left
+            for tokens in self.generated(left):
+                yield tokens
+                left -= len(tokens)
+            if left == before:
                 return
-            yield made[0, : int(number)].tolist()
-            left -= int(number)
+
+    def generated(self, count: int) -> Iterator[list[int]]:
+        """Yield the tokens of one run of the loop, which makes at most ``count``, as they come."""
+        self.made[:] = -1
+        run = self.threads.submit(self.model, np.array(count), entry="generate")
+        sent, is_over = 0, False
+        while not is_over:
+            is_over = run.done()
+            ready = int((self.made[0] >= 0).sum())
+            if ready > sent:
+                yield self.made[0, sent:ready].tolist()
+                sent = ready
+            elif not is_over:
+                time.sleep(POLL_S)
+        run.result()
 
 
 class Handler(BaseHTTPRequestHandler):

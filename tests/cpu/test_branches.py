@@ -9,9 +9,12 @@ import pytest
 from cpu_plans import assert_same, floats, plan_file, run_onnxruntime, run_plan, write_model
 from onnx import NodeProto, TensorProto, helper
 
+import nimblec
+import nimblert
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.cpu import branches
 from nimblec.onnx_import import model_nodes
+from nimblert.errors import InputError
 from nimblert.plan import Plan, Switch
 
 node = helper.make_node
@@ -135,6 +138,31 @@ def test_a_condition_that_a_run_decides_stays(path: Path) -> None:
     plan = assert_same(path, {"x": X})
     assert "If" in symbols(plan)
     assert_same(path, {"x": 0 * X}, plan=plan)
+
+
+@pytest.mark.parametrize("fitting", ["then_branch", "else_branch"])
+def test_branch_that_does_not_fit_fails_where_it_is_taken(path: Path, fitting: str) -> None:
+    """As in a voice detector that takes another number of samples at each rate."""
+    rates = {"high": np.array(16000)}
+    fits = body([node("Neg", ["x"], ["r"])], "r")
+    misfit = body([node("Squeeze", ["x", "axes"], ["m"])], "m", axes=np.array([0]))
+    chosen = branch("c", "y", fits, misfit) if fitting == "then_branch" else branch("c", "y", misfit, fits)
+    nodes = [node("Equal", ["rate", "high"], ["c"]), chosen]
+    inputs = [floats("x", 2, 3), ("rate", TensorProto.INT64, ())]
+    write_model(path, nodes, inputs, [floats("y", 2, 3)], constants=rates)
+    right, wrong = (np.array(16000), np.array(8000))[:: 1 if fitting == "then_branch" else -1]
+    with nimblert.load(nimblec.compile(path, target="cpu", plan_cache=None)) as executable:
+        np.testing.assert_array_equal(executable(X, right), -X)
+        with pytest.raises(InputError, match=r"_branch of y, which does not fit the inputs' shapes\): failed on"):
+            executable(X, wrong)
+
+
+def test_branches_of_which_none_fits_are_refused(path: Path) -> None:
+    misfit = body([node("Squeeze", ["x", "axes"], ["m"])], "m", axes=np.array([0]))
+    inputs = [floats("x", 2, 3), ("c", TensorProto.BOOL, ())]
+    write_model(path, [branch("c", "y", misfit, misfit)], inputs, [floats("y", 2, 3)])
+    with pytest.raises(UnsupportedModelError, match=r"\(If\).*: if an input chooses the branch, make it a constant"):
+        plan_file(path)
 
 
 @pytest.mark.parametrize("lacks", ["then_branch", "input", "output"])

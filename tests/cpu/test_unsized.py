@@ -50,6 +50,14 @@ OUTPUTS: Mapping[str, tuple[str, dict[str, ArrayLike], Sequence[Feed]]] = {
         {"most": [3], "iou": np.float32([0.5]), "least": np.float32([0.0])},
         [{"b": normal(1, 5, 4), "s": s} for s in (normal(1, 2, 5), -np.ones((1, 2, 5), np.float32))],
     ),
+    "If": (
+        (
+            "(float[2, 4] x, bool c) => (float[n, m] y) { y = If (c) <then_branch = g () => (float[2, 4] t) "
+            "{t = Neg (x)}, else_branch = h () => (float[4, 2] e) {e = Transpose (x)}> }"
+        ),
+        {},
+        [{"x": normal(2, 4), "c": np.array(c)} for c in (True, False)],
+    ),
     "TopK": (
         "(float[8] x, int64[1] k) => (float[n] y, int64[n] i) { y, i = TopK (x, k) }",
         {},
@@ -162,6 +170,15 @@ def test_bound_of_an_output_that_nothing_bounds() -> None:
         with pytest.raises(InputError, match=r"^output 'y': has the shape \(9,\) .* a larger --bound y=9$"):
             executable.run({"n": np.array(9)})
         assert executable.run({"n": np.array(2)})["y"].tolist() == [0, 1]
+
+
+def test_bound_of_an_output_that_one_example_would_fix() -> None:
+    """The runs that show shapes draw the number of trips from the example's range: twice the same."""
+    body = "(int64 i, bool c, float[] v) => (bool d, float[] w) {d = Identity (c) w = Concat <axis = 0> (v, one)}"
+    text = f"(int64 n, float[2] x) => (float[k] y) {{ y = Loop <body = b {body}> (n, , x) }}"
+    model = parse(text, one=np.float32([1]))
+    feeds = [{"n": np.array(n), "x": normal(2)} for n in (0, 3, 5)]
+    check(model, feeds, bounds={"y": (8,)}, examples={"n": np.array(5)})
 
 
 class Masked(nn.Module):

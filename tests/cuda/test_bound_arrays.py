@@ -3,6 +3,7 @@
 Most tests run on a driver of host memory, too, where tensors of the CPU are said to be on the GPU.
 """
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +71,24 @@ def test_a_run_waits_for_what_still_uses_a_bound_output(put: Callable[[np.ndarra
         model.run({"x": drawn(2)}, stream=0x77)
         (first, _), *_ = host.waits
         assert host.waits == [(first, 0x99), (0x77, 0x99)]
+
+
+def test_bound_empty_output_is_written_on_the_host(put: object, model: Executable) -> None:
+    """Other threads may read it before the run has ended."""
+    del put
+    y = model.empty_output("y")
+    model.bind("y", y)
+    for seed in (1, 2):
+        assert model(drawn(seed)) is y
+        assert np.array_equal(y, drawn(seed))
+    with pytest.raises(InputError, match="bind 'y': the array is on the host: give one on the GPU, or one that empty_"):
+        model.bind("y", y.copy(order="K"))
+    assert model(drawn(3)) is y
+    with pytest.raises(InputError, match=r"output 'z': not found, the entry has \['y'\]"):
+        model.empty_output("z")
+    model.bind("y", None)
+    del y
+    gc.collect()
 
 
 def torch_synchronize(tensor: Any) -> None:

@@ -164,6 +164,19 @@ def test_what_torch_export_refuses_is_named() -> None:
         trace(nn.Linear(4, 4), (torch.randn(2, 5),))
 
 
+def test_trace_refuses_a_written_tensor_that_is_no_buffer() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = [torch.zeros(2)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.held[0].add_(x)
+
+    with pytest.raises(TraceError, match=r"^Caching: a run writes a tensor that is not a buffer: .* nimblec.generate"):
+        trace(Caching(), (torch.randn(2),))
+
+
 def test_a_value_that_decides_is_named_with_its_place() -> None:
     class Picker(nn.Module):
         def forward(self, x: Tensor, row: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ class Loaded(Protocol):
     def backend(self, program: Program, working: Any, *, poison: bool) -> Backend:
         """Load a program into the memory of a context."""
 
-    def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """Return a new host array for an input, in the memory that is read fastest."""
+    def empty(self, tensor: Tensor) -> np.ndarray:
+        """Return a new host array for an input or output, in the memory that the device reaches fastest."""
 
     def refit(self, refits: "Sequence[Refit]", backends: Sequence[Any]) -> Sequence[Backend]:
         """Replace weights, or none where it raises; return the successor of each backend."""

@@ -5,7 +5,7 @@ The programs of an entry differ in their sizes alone: the shapes of the inputs c
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -31,11 +31,13 @@ class Signature:
         self._names = tuple(self._inputs)
         self._exact = {shapes_of(program.inputs): Served.exactly(program) for program in self.programs}
 
-    def largest_input(self, name: str) -> Tensor:
-        """Return an input in the largest of its sizes. Raises InputError where there is none of this name."""
-        if name not in self._names:
-            raise InputError(f"input {name!r}: not found, the entry has {list(self._names)}")
-        sizes = [tensor for program in self.programs for tensor in program.inputs if tensor.name == name]
+    def largest(self, side: Literal["input", "output"], name: str) -> Tensor:
+        """Return an input or output in the largest of its sizes. Raises InputError where there is none of this name."""
+        tensors = [t for program in self.programs for t in (program.inputs if side == "input" else program.outputs)]
+        sizes = [tensor for tensor in tensors if tensor.name == name]
+        if not sizes:
+            names = list(dict.fromkeys(tensor.name for tensor in tensors))
+            raise InputError(f"{side} {name!r}: not found, the entry has {names}")
         return max(sizes, key=lambda tensor: tensor.span_nbytes)
 
     def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class CpuLoaded:
         """Load a program into the memory of a context."""
         return CpuBackend(self, program, working, poison=poison)
 
-    def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """Return a new array for an input, in its layout."""
+    def empty(self, tensor: Tensor) -> np.ndarray:
+        """Return a new array for an input or output, in its layout."""
         return layouts.strided(np.empty(tensor.span_nbytes, np.uint8), tensor)
 
     def refit(self, refits: Sequence[Refit], backends: Sequence["CpuBackend"]) -> Sequence["CpuBackend"]:

@@ -1,6 +1,7 @@
 """The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,9 +16,10 @@ from nimblert.cuda.driver import Context, Handle, call, release
 from nimblert.cuda.memory import Bases, BlockPool, DeviceMemory, HostLayout, Staging, allocate
 from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.program import GraphProgram
-from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers
+from nimblert.cuda.transfers import DeviceInput, HostInput, InputTransfers, OutputTransfers, page_locked
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.cuda.working import CudaWorking, DeviceArena
+from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Region, Tensor, Work
 from nimblert.plan.dimensions import Shapes
 
@@ -30,9 +32,12 @@ _MOST_PREPARED = 64
 
 
 class CudaLoaded:
-    """Code and weights of a plan on one GPU, which its contexts share."""
+    """Code and weights of a plan on one GPU, which its contexts share.
 
-    def __init__(self, plan: Plan, device: int) -> None:
+    Weights are uploaded while ``verify_digest`` waits, and while the driver loads the code that it has verified.
+    """
+
+    def __init__(self, plan: Plan, device: int, verify_digest: Callable[[], object] = bool) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe(device))
         self.device, self.bodies = device, plan.bodies
@@ -43,9 +48,12 @@ class CudaLoaded:
             self.kernels = GatherKernels(context)
             self.uploader = Uploader(context)
             weights = allocate(context, plan.weights_nbytes)
-            upload_region(self.uploader, weights, plan.weights)
             self.weights: Bases = {(Region.WEIGHTS, 0): weights}
-            self.functions: Sequence[Handle] = graph.load_functions(context, plan.modules, plan.kernels)
+            with ThreadPoolExecutor(1, initializer=context.make_current) as thread:
+                uploading = thread.submit(upload_region, self.uploader, weights, plan.weights)
+                verify_digest()
+                self.functions: Sequence[Handle] = graph.load_functions(context, plan.modules, plan.kernels)
+                uploading.result()
             self.host_pool = BlockPool(Context(device), on_device=False)
             owned.callback(self.host_pool.close)
             self.device_pool = BlockPool(Context(device), on_device=True)
@@ -60,8 +68,8 @@ class CudaLoaded:
         """Load a program into the memory of a context."""
         return CudaBackend(self, program, working, poison=poison)
 
-    def empty_input(self, tensor: Tensor) -> np.ndarray:
-        """Return a new array in page-locked memory for an input, in its layout."""
+    def empty(self, tensor: Tensor) -> np.ndarray:
+        """Return a new array in page-locked memory for an input or output, in its layout."""
         return HostLayout.of(tensor).over(self.host_pool.take(tensor.span_nbytes))
 
     def refit(self, refits: "Sequence[Refit]", backends: Sequence["CudaBackend"]) -> Sequence["CudaBackend"]:
@@ -147,11 +155,23 @@ class CudaBackend(GraphProgram):
         while self._prepared:
             self._prepared.popitem()[1].close()
 
-    def bind(self, tensor: Tensor, array: DeviceArray | None) -> None:
-        """Use an array of the caller in place of an input or output; None restores the program's own memory."""
+    def bind(self, tensor: Tensor, array: DeviceArray | np.ndarray | None) -> None:
+        """Use an array of the caller in place of an input or output; None restores the program's own memory.
+
+        Raises InputError for one in memory that the GPU does not reach.
+        """
         self._context.make_current()
         self.in_flight.wait()
-        address = self._own.address(tensor.pointer) if array is None else array.address
+        if array is None:
+            address = self._own.address(tensor.pointer)
+        else:
+            found = page_locked(array) if isinstance(array, np.ndarray) else array.address
+            if found is None:
+                raise InputError(
+                    f"bind {tensor.name!r}: the array is on the host: give one on the GPU, or one that empty_input or "
+                    "empty_output returned"
+                )
+            address = found
         memory = self.memory.rebased({(tensor.pointer.region, tensor.pointer.index): address})
         old, self._graph = self._graph, self.instantiate(memory)
         release("cuGraphExecDestroy", old)
