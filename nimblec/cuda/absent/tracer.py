@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nimblec.base.errors import UnsupportedModelError, first_line
-from nimblec.base.ir import Access, CopyWork, Graph, Op, Task, TensorView
+from nimblec.base.ir import Access, CopyWork, FillWork, Graph, Op, Task, TensorView
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.code import Code, CodeTable
 from nimblec.cuda.absent.inductor import seeing_launches
@@ -34,6 +34,22 @@ _ALLOCATIONS = frozenset({
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
     aten.new_empty_strided.default,
 })  # fmt: skip
+
+
+_FILLS: dict[Any, int | None] = {
+    aten.zeros.default: None,
+    aten.new_zeros.default: None,
+    aten.zeros_like.default: None,
+    aten.zero_.default: None,
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.fill_.Scalar: 1,
+    aten.new_full.default: 2,
+}
+"""Calls that fill memory, and the position of the number among their arguments; None for zero."""
+
+_LARGEST_FILL_NBYTES = 4
+"""The largest element of a fill."""
 
 
 class Tracer(TorchDispatchMode):
@@ -164,7 +180,9 @@ class Tracer(TorchDispatchMode):
         )
 
     def _moves(self, func: Any, args: Sequence[Any], result: Any) -> bool:
-        """Add a copy as a command, if the call is one between tensors alike and without gaps."""
+        """Add a copy or fill as a command, if the call is one of tensors alike and without gaps."""
+        if func in _FILLS:
+            return self._fills(str(func), result, 0 if _FILLS[func] is None else args[_FILLS[func] or 0])
         if func is not aten.clone.default and func is not aten.copy_.default:
             return False
         target, source = (result, args[0]) if func is aten.clone.default else args[:2]
@@ -172,6 +190,15 @@ class Tracer(TorchDispatchMode):
             return False
         (dst,), (src,) = self._buffers.accesses(target), self._buffers.accesses(source)
         self._task(str(func), CopyWork(dst=dst, src=src), (src,), (dst,))
+        return True
+
+    def _fills(self, name: str, target: torch.Tensor, number: Any) -> bool:
+        if not _lie_alike(target, target) or target.element_size() > _LARGEST_FILL_NBYTES:
+            return False
+        with _disable_current_modes():
+            value = int.from_bytes(torch.full((1,), number, dtype=target.dtype).view(torch.uint8).numpy(), "little")
+        (dst,) = self._buffers.accesses(target)
+        self._task(name, FillWork(dst=dst, value=value, element_nbytes=target.element_size()), (), (dst,))
         return True
 
     def _add(
