@@ -139,6 +139,13 @@ def test_every_op_and_every_template_is_among_them() -> None:
     assert {_launch(name).template.partition(":")[0] for name in CALLS} == told
 
 
+def test_job_names_unaligned_pointers() -> None:
+    op, (_, *args), kwargs = CALLS["norm"]
+    rows = torch.empty(7, 16, dtype=torch.float16, device="meta")
+    assert launch_of(op, rows.flatten()[1:81].reshape(5, 16), *args, **kwargs).job.unaligned == ["x_ptr"]
+    assert launch_of(op, rows[1:6], *args, **kwargs).job.unaligned == []
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_job_is_the_launch_without_memory(name: str) -> None:
     launch = _launch(name)
