@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nimblec.graph import control
-from nimblec.kernels.choosing import Times
+from nimblec.kernels.choosing import KnownTimes, Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
@@ -116,9 +116,9 @@ class Timed:
             return {}
 
 
-def first(gpu: GPU) -> Use:
-    """Put kernels in wherever they apply, each with its most promising tiling: needs no GPU."""
-    return lambda family, module: family.use_first(module, gpu)
+def first(gpu: GPU, times: KnownTimes = MappingProxyType({})) -> Use:
+    """Put kernels in wherever they apply, each with its fastest tiling by ``times``, or the most promising one."""
+    return lambda family, module: family.use_first(module, gpu, times)
 
 
 def has_triton_kernels(module: fx.GraphModule) -> bool:
