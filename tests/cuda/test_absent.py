@@ -147,8 +147,8 @@ def test_call_of_a_library_is_named(
 def test_buffer_table_knows_views_by_their_storage() -> None:
     table = BufferTable()
     with FakeTensorMode():
-        weight = torch.empty(4, 8, device="cuda")
-        result = torch.empty(4, 8, dtype=torch.float16, device="cuda")
+        weight = torch.empty(4, 8, device="meta")
+        result = torch.empty(4, 8, dtype=torch.float16, device="meta")
     value = torch.arange(32.0).reshape(4, 8)
     table.add_constant(weight, value, "weight", is_state=False)
     output = table.add_output("y", result[:, 2:])
