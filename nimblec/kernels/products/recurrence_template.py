@@ -129,7 +129,6 @@ def recurrence(
     BLOCK_R: gl.constexpr,
     WIDTH: gl.constexpr,
     TRIGGER: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """Compute ``y`` (steps, batch, directions, hidden) and the last states (directions, batch, hidden).
 
@@ -141,22 +140,23 @@ def recurrence(
     gl.static_assert(TRIGGER == "none")
     IS_LSTM: gl.constexpr = last_c_ptr is not None
     GATES: gl.constexpr = 4 if IS_LSTM else 3
+    WARPS: gl.constexpr = gl.num_warps()
     NBYTES: gl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth // 8
     # Units of a warp beside one another in its lanes; the other lanes divide the hidden state.
     ACROSS: gl.constexpr = min(UNITS, 4)
     LANES: gl.constexpr = 32 // ACROSS
-    VALUES: gl.constexpr = WIDTH // (num_warps * LANES)
+    VALUES: gl.constexpr = WIDTH // (WARPS * LANES)
     CHUNK: gl.constexpr = min(16 // NBYTES, VALUES)
     TERMS: gl.constexpr = gl.BlockedLayout(
-        [1, 1, UNITS // ACROSS], [1, LANES, ACROSS], [num_warps, 1, 1], [2, 1, 0]
+        [1, 1, UNITS // ACROSS], [1, LANES, ACROSS], [WARPS, 1, 1], [2, 1, 0]
     )
     READ: gl.constexpr = gl.SliceLayout(2, TERMS)
     # Parts of sums of each warp, unit, row and gate: a thread adds the parts of a cell, which has four gates beside one
     # another.
     PARTS: gl.constexpr = gl.BlockedLayout(
-        [num_warps, 1, 1, 4], [1, UNITS, 32 // UNITS, 1], [1, 1, num_warps, 1], [3, 0, 1, 2]
+        [WARPS, 1, 1, 4], [1, UNITS, 32 // UNITS, 1], [1, 1, WARPS, 1], [3, 0, 1, 2]
     )
-    CELLS: gl.constexpr = gl.BlockedLayout([1, 1], [UNITS, 32 // UNITS], [1, num_warps], [0, 1])
+    CELLS: gl.constexpr = gl.BlockedLayout([1, 1], [UNITS, 32 // UNITS], [1, WARPS], [0, 1])
 
     block = gl.program_id(0)
     unit_0 = block % (HIDDEN // UNITS) * UNITS
@@ -165,9 +165,9 @@ def recurrence(
     direction = rest // (BATCH // ROWS)
 
     # The elements of the hidden state that a thread multiplies, by the first of each chunk; and their weights.
-    warp = gl.arange(0, num_warps, layout=gl.SliceLayout(1, READ))
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, READ))
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, READ))
-    start = (warp * (WIDTH // num_warps))[:, None] + (lane * CHUNK)[None, :]
+    start = (warp * (WIDTH // WARPS))[:, None] + (lane * CHUNK)[None, :]
     unit = unit_0 + gl.arange(0, UNITS, layout=gl.SliceLayout(0, gl.SliceLayout(1, TERMS)))
     weights = _weights(weight_ptr, direction * GATES * HIDDEN + unit, start, HIDDEN, GATES, VALUES, LANES, CHUNK)
     state = ()
@@ -191,7 +191,7 @@ def recurrence(
     else:
         bias = gl.zeros([UNITS, 1], gl.float32, CELLS)
     shared = gl.allocate_shared_memory(
-        gl.float32, [num_warps, UNITS, BLOCK_R, 4], gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])
+        gl.float32, [WARPS, UNITS, BLOCK_R, 4], gl.SwizzledSharedLayout(1, 1, 1, order=[3, 2, 1, 0])
     )
     gate_0 = gates_ptr + rows.to(gl.int64) * BATCH_STRIDE + direction * GATES * HIDDEN + units
     first = direction * (STEPS - 1)
@@ -202,7 +202,7 @@ def recurrence(
         for n in gl.static_range(4 * BLOCK_R):
             # There is no fourth gate in a GRU, and no row in the padding: any part will do.
             parts += (_part(weights, state, min(n % 4, GATES - 1), min(n // 4, ROWS - 1), VALUES),)
-        shared.store(_stacked(parts, [num_warps, UNITS, BLOCK_R, 4]))
+        shared.store(_stacked(parts, [WARPS, UNITS, BLOCK_R, 4]))
         sums = _gates(gl.sum(shared.load(PARTS), axis=0), CELLS)
         if IS_LSTM:
             c = _sigmoid(inputs[1] + sums[1]) * c + _sigmoid(inputs[0] + sums[0]) * _tanh(inputs[2] + sums[2])
