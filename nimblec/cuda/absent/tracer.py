@@ -22,6 +22,7 @@ from nimblec.graph.state import slots
 from nimblec.graph.writes import written_positions
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops, prepared
+from nimblec.kernels.products.parts import IMPLEMENTATIONS
 from nimblec.optimize.passes import inductor
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.outputs import name_outputs
@@ -94,6 +95,9 @@ class Tracer(TorchDispatchMode):
                 made = prepared(func, *args, **kwargs)
             self._launch_template(func, args, kwargs, made)
             return made.results
+        if func in IMPLEMENTATIONS:
+            with self:
+                return IMPLEMENTATIONS[func](*args)
         if func in inductor.COMPILED:
             return self._run_generated(str(func), inductor.COMPILED[func], args)
         result = func(*args, **kwargs)
