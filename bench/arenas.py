@@ -32,7 +32,8 @@ from nimblert import golden
 from nimblert.arena import Arena
 from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Plan, Target
 
 NETWORKS = (

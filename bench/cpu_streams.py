@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +24,11 @@ from bench.tables import by_columns
 from nimblec.base.options import Options
 from nimblec.compiler import compile_model
 from nimblert import golden
-from nimblert.executable import Executable, load
+from nimblert.loading import load
 from nimblert.plan import Launch
+
+if TYPE_CHECKING:
+    from nimblert.executable import Executable
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "streams.json"
 POLICIES = ("1", "2", "auto")

@@ -28,7 +28,7 @@ from bench.models.llama_decoder import GivenCache
 from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.inspect.inspection import state_uses
 from nimblert.check.verify import read_plan
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import Access, Launch, Memcpy, Plan, Program, Region
 
 LEVELS = ("O0", "O1", "O2")

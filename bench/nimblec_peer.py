@@ -29,7 +29,8 @@ from nimblert import golden
 from nimblert.check.hazards import hazards
 from nimblert.check.verify import read_plan
 from nimblert.cuda import profiling
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Launch, Plan, Program, Record, Wait
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblert import golden
 from nimblert.cuda.driver import Context, call
 from nimblert.cuda.memory import allocate, host_bytes
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Launch, Plan
 
 _SEED = 3

@@ -24,7 +24,7 @@ import numpy as np
 from bench import compiling, environment, running
 from bench.models import cifar_training
 from bench.tables import by_columns
-from nimblert.executable import load
+from nimblert.loading import load
 
 _REPEATS, _STEPS = 7, 3
 _STAGES = ("python", "import", "load", "state", "step")

@@ -35,7 +35,8 @@ from bench.turns import Scenario, add_model, peer_parser, run_peer
 from nimblec.base.options import read_options, read_sizes
 from nimblert.check.verify import read_plan
 from nimblert.errors import InputError
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Plan, Target
 
 _SEED = 0

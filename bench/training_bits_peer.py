@@ -33,7 +33,7 @@ from bench.turns import Turn, peer_parser
 from nimblec.pytorch.model import set_arithmetic
 from nimblec.training.random import Draws
 from nimblec.training.state import SEED
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import Plan, Target
 
 MODES = ("deterministic", "default")

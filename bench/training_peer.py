@@ -33,7 +33,7 @@ from bench.models import cifar_training
 from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.training.state import autocasting
 from nimblert.check.verify import read_plan
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import Plan
 
 LEVELS = ("O0", "O1", "O2")

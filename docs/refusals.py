@@ -14,7 +14,7 @@ from nimblec.cpu import capture
 from nimblert.check.verify import read_plan
 from nimblert.cuda import driver
 from nimblert.errors import NimbleError
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import Device
 
 SAMPLES = Path(__file__).parent.parent / "samples"

@@ -40,7 +40,7 @@ from nimblert.check.verify import parse_plan
 from nimblert.cpu.backend import CpuLoaded
 from nimblert.cpu.host_memory import HostMemory
 from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime, session_options
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import (
     Device,
     Launch,

@@ -11,7 +11,8 @@ from nimblert import golden
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check.verify import parse_plan
 from nimblert.errors import DeviceMismatchError, InputError, PlanError
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Plan, Program, Target, container
 
 

@@ -122,7 +122,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
 
     The options are those of the command line:
 
-    - ``target``: "auto" (CUDA if there is a GPU and cuda-bindings is installed, else CPU), "cuda" or "cpu".
+    - ``target``: "auto" (CUDA if there is a GPU and cuda-bindings is installed, else CPU), "cuda" or "cpu", or
+      a GPU's architecture, such as "sm_90": no GPU is needed to compile for it (docs/ci.md).
     - ``inputs``: static shapes by input name, ``{"image": (1, 3, 224, 224)}``, or
       ``["image:1x3x224x224", "ids:1x16:int64"]``. An ONNX file needs one for each input with a
       dynamic dimension that has no name; ``{"image": ("batch", 3, 224, 224)}`` names it for ``dims``.

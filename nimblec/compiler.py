@@ -39,6 +39,8 @@ def choose_target(choice: TargetChoice) -> tuple[Target, str]:
     """
     if choice == "cpu":
         return Target.CPU, "asked for"
+    if choice.startswith("sm_"):
+        return Target.CUDA, f"{choice}, by its record"
     try:
         driver.initialise()
         found = driver.describe().name

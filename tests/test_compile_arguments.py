@@ -13,7 +13,7 @@ from onnx import helper
 
 import nimblec
 from nimblec.base.options import InputSpec, Options, read_options
-from nimblert import executable
+from nimblert import loading
 
 DIGITS = Path(__file__).parents[1] / "samples" / "digits.onnx"
 
@@ -143,7 +143,7 @@ def _two_steps(folder: Path) -> Path:
 
 @pytest.mark.parametrize("given", [onnx.load(DIGITS), DIGITS.read_bytes(), bytearray(DIGITS.read_bytes()), DIGITS])
 def test_an_onnx_model_may_be_in_memory(given: Any) -> None:
-    with executable.load(nimblec.compile(given, target="cpu")) as model:
+    with loading.load(nimblec.compile(given, target="cpu")) as model:
         digit = model.run({"image": np.load(DIGITS.with_name("digit_7.npy"))})["digit"]
     assert digit.tolist() == [7]
 
@@ -165,7 +165,7 @@ def test_positional_and_keyword_arguments(scaled: tuple[Scaled, tuple[Any, ...],
     module, args, kwargs = scaled
     plan = nimblec.compile(module, args, kwargs=kwargs, target="cpu")
     inputs = {"x": args[0], "tables.bias": args[1]["bias"], "scale": kwargs["scale"]}
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert [tensor.name for tensor in model.inputs] == list(inputs)
         found = model.run({name: tensor.numpy() for name, tensor in inputs.items()})
     np.testing.assert_allclose(found["output"], module(*args, **kwargs).detach().numpy(), rtol=1e-5)
@@ -176,7 +176,7 @@ def test_a_dict_that_stands_last_is_a_positional_argument() -> None:
         return x + more["y"]
 
     plan = nimblec.compile(added, (torch.ones(2), {"y": torch.ones(2)}), target="cpu")
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert model.run({"x": np.ones(2, np.float32), "more.y": np.ones(2, np.float32)})["output"].tolist() == [2, 2]
 
 

@@ -19,7 +19,7 @@ from nimblec.cuda.load import load_files
 from nimblec.cuda.request import CompileRequest
 from nimblec.onnx_import.input_arrays import make_constant
 from nimblec.onnx_import.torch_model import load_onnx
-from nimblert import executable
+from nimblert import loading
 
 node = helper.make_node
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -51,7 +51,7 @@ def test_an_input_becomes_a_constant_and_chooses_its_branch(rated: Path, tmp_pat
     plan = tmp_path / "m.plan"
     given = ("--constant", "rate=16000", "--constant", scale)
     nimblec.prints("compile", rated, "-o", plan, "--target", "cpu", "--dim", "n=2", *given)
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert [tensor.name for tensor in model.inputs] == ["x"]
         found = model.run({"x": X})
     np.testing.assert_array_equal(found["y"], -X)
@@ -67,7 +67,7 @@ def test_an_input_becomes_a_constant_and_chooses_its_branch(rated: Path, tmp_pat
 def test_constants_in_python(rated: Path) -> None:
     given = {"rate": 8000, "scale": [0.5]}
     plan = package.compile(rated, target="cpu", dims={"n": 1}, constants=given)
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         found = model.run({"x": X[:1]})
     np.testing.assert_array_equal(found["y"], X[0])
     np.testing.assert_array_equal(found["z"], X[:1] / 2)

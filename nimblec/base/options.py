@@ -18,7 +18,10 @@ from nimblec.base.errors import ArgumentError, CompileError
 from nimblert.plan import ITEM_NBYTES, Profile
 from nimblert.plan.records import DEFAULT_LIMITS, is_integer
 
-TargetChoice: TypeAlias = Literal["auto", "cuda", "cpu"]
+TargetChoice: TypeAlias = Literal[
+    "auto", "cuda", "cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
+]
+"""What to compile for: a machine's GPU or CPU, or a GPU that need not be there."""
 
 Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
 
@@ -115,6 +118,11 @@ class Options:
         """Every combination of ``sizes``; the empty profile where no dimension has several."""
         names = [name for name, _ in self.sizes]
         return tuple(tuple(zip(names, chosen, strict=True)) for chosen in product(*(sizes for _, sizes in self.sizes)))
+
+    @property
+    def is_for_absent(self) -> bool:
+        """Whether the plan is for a GPU of a named architecture, which need not be here."""
+        return self.target.startswith("sm_")
 
     def at(self, profile: Profile) -> "Options":
         """Return the options of one of the `profiles`."""

@@ -14,7 +14,8 @@ from nimblec.cli.command import OWN_PROCESS, Command
 from nimblec.cli.console import echo_lines
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.telemetry import CommandTime
 
 LONGEST_S = 86_400

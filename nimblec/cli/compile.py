@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(TargetChoice)),
     default="auto",
     show_default=True,
-    help="Target device. auto: cuda if there is a GPU and cuda-bindings is installed, else cpu.",
+    help="Target device. auto: cuda if there is a GPU and cuda-bindings is installed, else cpu. sm_90 and the like: "
+    "a GPU of that architecture, which need not be here.",
 )
 @click.option(
     "--input",
@@ -246,7 +247,8 @@ def compile_model(
     chosen, reason = compiler.choose_target(options.target)
     if not quiet and not as_json:
         echo(f"target: {chosen.name.lower()} ({reason})")
-    options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
+    if not options.is_for_absent:
+        options = replace(options, target="cuda" if chosen is Target.CUDA else "cpu")
     start_s = time.perf_counter() - begin
     with StageProgress(verbose=verbose, quiet=quiet) as observer:
         made = compiler.compile_model(

@@ -15,6 +15,7 @@ from nimblec.cli.console import printable
 from nimblec.cli.measure import Measurement
 from nimblec.inspect.inspection import Json
 from nimblec.plan.interface import shape_text
+from nimblert.stages import Stage
 from nimblert.telemetry import CommandTime
 
 ROWS = 20
@@ -300,6 +301,16 @@ def latency_text(latencies: Sequence[float]) -> str:
     """Format the median, 5th and 95th percentile of the seconds of single runs."""
     low, median, high = (seconds_text(float(q)) for q in np.percentile(latencies, [5, 50, 95]))
     return f"latency of {len(latencies)} runs: median {median}, p5 {low}, p95 {high}"
+
+
+def stages(kept: Sequence[Stage]) -> Table:
+    """Return a table of the stages of a load and when they began; those whose times overlap ran side by side."""
+    made = table("where the time went, in ms", "stage", "begin", "end", "time", right=("begin", "end", "time"))
+    first = min(stage.begin for stage in kept)
+    for stage in sorted(kept, key=lambda stage: (stage.begin, -stage.end)):
+        begin, end = ((moment - first) * 1e3 for moment in (stage.begin, stage.end))
+        made.add_row(stage.name, f"{begin:.1f}", f"{end:.1f}", f"{end - begin:.1f}")
+    return made
 
 
 def measured(measurement: Measurement) -> Table:

@@ -8,8 +8,9 @@ import click
 from nimblec.cli import arguments, loading, report
 from nimblec.cli.command import Command
 from nimblec.cli.console import echo
-from nimblert import golden
-from nimblert.executable import Executable, load
+from nimblert import golden, stages
+from nimblert.executable import Executable
+from nimblert.loading import load
 
 WARM_UPS = 20
 """The most runs before latencies count."""
@@ -32,6 +33,7 @@ WARM_UPS = 20
     metavar="N",
     help="Measure the latency of N runs, after a warm-up.",
 )
+@click.option("--profile-load", is_flag=True, help="Also print where the time of the load and of the first run went.")
 @loading.seed_option
 @loading.cpu_threads_option
 @loading.weights_option
@@ -42,6 +44,7 @@ def run_plan(
     dims: tuple[tuple[str, int], ...],
     output_dir: Path | None,
     repeat: int | None,
+    profile_load: bool,
     seed: int,
     cpu_threads: int | tuple[int, ...] | None,
     weights: Path | None,
@@ -56,12 +59,17 @@ def run_plan(
       nimblec run digits.plan --input image=samples/digit_7.npy
       nimblec run resnet.plan --repeat 1000 --dim batch=3
       nimblec run bert.plan --input input_ids=tokens.npy --output-dir out
+      nimblec run resnet.plan --profile-load
     """
     given = arguments.read_arrays(files)
-    with load(plan, threads=cpu_threads, weights=weights) as executable:
+    stages.kept = [] if profile_load else None
+    with stages.stage("load"):
+        opened = load(plan, threads=cpu_threads, weights=weights)
+    with opened as executable:
         chosen = executable.entry(entry)
         inputs = loading.inputs(chosen, given, seed, dims)
-        outputs = chosen.run(inputs)
+        with stages.stage("first run"):
+            outputs = chosen.run(inputs)
         latencies = measure(executable, repeat) if repeat else []
     if executable.choice:
         echo(executable.choice)
@@ -70,6 +78,8 @@ def run_plan(
         echo(f"drawn from seed {seed}: {', '.join(missing)}")
     digests = {name: golden.digest(array) for name, array in outputs.items()}
     console.print(report.outputs(outputs, digests))
+    if stages.kept is not None:
+        console.print(report.stages(stages.kept))
     if latencies:
         echo(report.latency_text(latencies))
     if output_dir is not None:

@@ -228,8 +228,24 @@ def _keep_casts(graph: GraphProto) -> None:
 
 
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
-_PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? ")
-"""The place in ONNX Runtime's source where an error was raised: a file and a function's signature."""
+_PLACE = re.compile(r"/\S+\.(?:cc|h):\d+ [^()]*\((?:[^()]|\([^()]*\))*\)(?: const)? (?:[^.]* was false\. )?")
+"""The place in ONNX Runtime's source where an error was raised: a file, a function's signature, and what it tested."""
+_SIZES = re.compile(r"cannot be reshaped|cannot broadcast|incompatible dimensions|dimension mismatch", re.IGNORECASE)
+
+
+def plain_words(words: str) -> str:
+    """Return a message of ONNX Runtime without its code and the place in its source."""
+    return _PLACE.sub("", _CODE.sub("", words)).rstrip()
+
+
+def size_advice(words: str) -> str:
+    """Return what to do where sizes in a model do not fit each other; "" for other messages."""
+    if not _SIZES.search(words):
+        return ""
+    return (
+        "; if the exporter wrote the sizes of its example into the model, compile for these, or export it with dynamic "
+        "dimensions"
+    )
 
 
 def refusal(error: RefusedError, model: ModelProto) -> UnsupportedModelError:
@@ -238,12 +254,12 @@ def refusal(error: RefusedError, model: ModelProto) -> UnsupportedModelError:
 
 
 def _said(words: str, model: ModelProto) -> str:
-    said = _PLACE.sub("", _CODE.sub("", words))
+    said = plain_words(words)
     if newest := _NEWEST_OPSET.search(said):
         return f"refuses the model: it supports opsets of {newest[1]} up to {newest[2]}: export it for one of these"
     if "Could not find an implementation" not in said:
         advice = ": if an input chooses the branch, make it a constant by --constant" if "Op (If)" in said else ""
-        return f"refuses the model: {said.rstrip()}{advice}"
+        return f"refuses the model: {said}{advice or size_advice(said)}"
     node = said.partition("implementation for ")[2] or said
     advice = ""
     values = (*model.graph.input, *model.graph.value_info)

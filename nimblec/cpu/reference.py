@@ -11,7 +11,7 @@ from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import DEFAULT_TRIP_LIMIT
 from nimblec.cpu import ort_process
 from nimblec.cpu.constants import TensorType
-from nimblec.cpu.optimizer import refusal
+from nimblec.cpu.optimizer import plain_words, refusal, size_advice
 from nimblec.cpu.ort_worker import RefusedError
 from nimblec.cpu.values import Ranges, check_sizes, static_shape, with_outputs
 from nimblec.onnx_export.model_state import ModelState
@@ -104,9 +104,11 @@ def run_reference(model: ReferenceModel) -> tuple[ReferenceModel, list[Reference
         if not isinstance(results[0], str):
             return given, runs
         said.append(results[0])
-    bounded = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
-    advice = bounded if any(numpy_dtype(tensor.dtype).kind in "iu" for tensor in model.inputs) else ""
-    raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {said[0]}{advice}")
+    problem = plain_words(said[0])
+    advice = size_advice(problem)
+    if not advice and any(numpy_dtype(tensor.dtype).kind in "iu" for tensor in model.inputs):
+        advice = "; if integers must be in a range, give --example NAME=FILE.npy (in Python examples={NAME: array})"
+    raise CompileError(f"ONNX Runtime cannot run the model on random inputs: {problem}{advice}")
 
 
 def _positive(model: ReferenceModel) -> Ranges:

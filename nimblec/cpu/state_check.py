@@ -9,7 +9,7 @@ from nimblec.base.errors import CompileError
 from nimblec.cpu.agreement import Agreed
 from nimblec.cpu.reference import run_feeds
 from nimblert import golden
-from nimblert.executable import load
+from nimblert.loading import load
 from nimblert.plan import Plan
 
 _ROUNDS = 3

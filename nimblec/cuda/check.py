@@ -100,12 +100,14 @@ def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
     return max((difference(a, b).relative for a, b in zip(first, second, strict=True)), default=0.0)
 
 
-def report(program: Program, original: Compute, changed: Compute, allowed: float | None) -> Iterator[str]:
+def report(
+    program: Program, original: Compute, changed: Compute, allowed: float | None, *, seeds: int = _SEEDS
+) -> Iterator[str]:
     """Yield a sentence for each output with the largest and the mean of its relative differences.
 
     Raises CompileError for one that differs by more than ``allowed``.
     """
-    runs = [(original(inputs), changed(inputs)) for inputs in _inputs(program)]
+    runs = [(original(inputs), changed(inputs)) for inputs in _inputs(program, seeds)]
     for position, output in enumerate(program.outputs):
         pairs = [(expected[position], found[position]) for expected, found in runs]
         largest = max(difference(a, b).relative for a, b in pairs)
@@ -119,8 +121,8 @@ def report(program: Program, original: Compute, changed: Compute, allowed: float
         yield sentence
 
 
-def _inputs(program: Program) -> Iterator[dict[str, np.ndarray]]:
-    return (golden.draw_inputs(program, seed) for seed in range(_SEEDS))
+def _inputs(program: Program, seeds: int) -> Iterator[dict[str, np.ndarray]]:
+    return (golden.draw_inputs(program, seed) for seed in range(seeds))
 
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:

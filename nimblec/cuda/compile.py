@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nimblec.base import errors
-from nimblec.base.errors import CompileError
+from nimblec.base.errors import CompileError, MissingPackageError
 from nimblec.base.installation import environment, module_command
 from nimblec.base.options import Options
 from nimblec.base.source import Source
@@ -39,20 +40,43 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
             f"--bound {options.bounds[0][0]}: the outputs of a PyTorch model have fixed sizes in a CUDA plan: compile "
             "for --target cpu, or give an ONNX file"
         )
+    if options.is_for_absent:
+        _refuse_for_absent(options)
     sys_path = tuple(path for path in sys.path if path)
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        return tuple(_run_worker(folder, observer))
+        return tuple(_run_worker(folder, observer, _worker_of(options)))
 
 
+def _refuse_for_absent(options: Options) -> None:
+    """Raise CompileError for options that a plan for a GPU that is not here cannot have."""
+    if options.level not in {None, 2}:
+        raise CompileError(
+            f"-O{options.level}: a plan for --target {options.target} has our own kernels alone, as -O2 puts them in: "
+            "leave -O out, or compile on the GPU"
+        )
+    if options.refittable:
+        raise CompileError(f"--refittable: not for --target {options.target}: leave it out, or compile on the GPU")
+    if find_spec("triton") is None:
+        raise MissingPackageError(
+            f"--target {options.target} compiles kernels with Triton, which is not installed: pip install triton"
+        )
+
+
+def _worker_of(options: Options) -> str:
+    """Return the module of the process that compiles: for the GPU here, or for one that is not."""
+    return "nimblec.cuda.absent.worker" if options.is_for_absent else _CAPTURING
+
+
+_CAPTURING = "nimblec.cuda.worker"
 _STDERR = 2
 """The output of the user's model goes to standard error, apart from nimblec's own."""
 
 
-def _run_worker(request: Path, observer: Observer) -> list[str]:
+def _run_worker(request: Path, observer: Observer, module: str = _CAPTURING) -> list[str]:
     read_end, write_end = os.pipe()
-    worker = module_command("nimblec.cuda.worker", str(request), str(write_end))
+    worker = module_command(module, str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]
     with ExitStack() as stack:
         events = stack.enter_context(os.fdopen(read_end))

@@ -1,4 +1,4 @@
-"""Load the models of a request onto the GPU."""
+"""Load the models of a request."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _SEED = 0
 
 
-def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
-    """Return the model of each entry, in the sizes of each profile."""
+def load_models(request: CompileRequest, *, device: str = "cuda") -> "dict[ProgramKey, TorchModel]":
+    """Return the model of each entry, in the sizes of each profile, on a device."""
     import torch
 
     from nimblec.graph.control import trip_limit
@@ -28,15 +28,15 @@ def load_models(request: CompileRequest) -> "dict[ProgramKey, TorchModel]":
     trip_limit.set(request.options.trip_limit)
     set_arithmetic(request.options.precision)
     if request.source.kind == "onnx":
-        return load_files(request)
+        return load_files(request, device=device)
     options = request.options
     calls: dict[ProgramKey, ModelCall]
     if options.sizes:
-        program = sources.dynamic_program(request.source, options, device="cuda")
+        program = sources.dynamic_program(request.source, options, device=device)
         calls = {("main", profile): call for profile, call in program.calls(options).items()}
     else:
-        calls = {(e, ()): call for e, call in sources.load(request.source, options, device="cuda").items()}
-    placed = {key: place_call(call, device="cuda") for key, call in calls.items()}
+        calls = {(e, ()): call for e, call in sources.load(request.source, options, device=device).items()}
+    placed = {key: place_call(call, device=device) for key, call in calls.items()}
     shared = {entry: part.shared for entry, part in request.source.entries}
     share({entry: model.module for (entry, _), model in placed.items()}, shared)
     return placed
@@ -62,7 +62,9 @@ def let_torch_draw(models: "Iterable[TorchModel]") -> None:
             model.module.let_torch_draw()
 
 
-def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[ProgramKey, TorchModel]":
+def load_files(
+    request: CompileRequest, weigh: "Weigh | None" = None, *, device: str = "cuda"
+) -> "dict[ProgramKey, TorchModel]":
     """Return an ONNX file in the sizes of each profile, with the weights from ``weigh``."""
     from nimblec.onnx_import.torch_model import load_onnx
 
@@ -70,7 +72,7 @@ def load_files(request: CompileRequest, weigh: "Weigh | None" = None) -> "dict[P
     return {
         ("main", profile): load_onnx(
             Path(request.source.model),
-            device="cuda",
+            device=device,
             specs=options.inputs,
             named=options.named_inputs,
             dims=options.dims,

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,12 @@ _NEW_OBJECTS = 100_000
 
 
 def main(request_path: str, events_fd: int) -> int:
-    """Serve one request; 0 where the plan file was written."""
+    """Serve one request by capture; 0 where the plan file was written."""
+    return serve(request_path, events_fd, lambda request, reports: _Worker(request, reports).compile())
+
+
+def serve(request_path: str, events_fd: int, compiled: Callable[[CompileRequest, Reports], None]) -> int:
+    """Serve one request by ``compiled``; 0 where the plan file was written."""
     os.set_inheritable(events_fd, False)
     with os.fdopen(events_fd, "w", buffering=1) as pipe:
         # A fork that outlives this process would keep the pipe open.
@@ -46,7 +51,7 @@ def main(request_path: str, events_fd: int) -> int:
         try:
             request = CompileRequest.load(Path(request_path))
             sys.path[:0] = request.sys_path
-            _Worker(request, reports).compile()
+            compiled(request, reports)
         except Exception as exc:  # noqa: BLE001 - frameworks raise anything, and the user is to be told
             reports.failure(exc)
             return 2

@@ -20,7 +20,8 @@ from nimblec.onnx_import.input_arrays import make_constant
 from nimblert import golden
 from nimblert.check.verify import read_plan
 from nimblert.errors import PlanError
-from nimblert.executable import Executable, load
+from nimblert.executable import Executable
+from nimblert.loading import load
 from nimblert.plan import Plan, Program
 from nimblert.plan.external import filled
 from nimblert.plan.signatures import Trust

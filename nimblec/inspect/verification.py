@@ -12,8 +12,8 @@ from nimblert import golden
 from nimblert.check import hazards
 from nimblert.check.verify import check, read_plan
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
-from nimblert.executable import load
 from nimblert.golden import Verdict
+from nimblert.loading import load
 from nimblert.plan import Plan, Program, Target, parts
 from nimblert.plan.external import filled
 from nimblert.plan.signatures import Trust

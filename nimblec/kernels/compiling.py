@@ -24,11 +24,13 @@ class Job:
     """A kernel to compile: its template, the dtypes of its pointers (None for an absent one), its settings.
 
     The template is "module:function"; pointers and settings have the names of its parameters, or of Triton's options.
+    ``unaligned`` are the pointers that may not be multiples of 16 bytes.
     """
 
     template: str
     pointers: Mapping[str, str | None]
     settings: Mapping[str, Any]
+    unaligned: Sequence[str] = ()
 
 
 Compile = Callable[[Sequence[Job]], None]
@@ -52,13 +54,27 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) 
 
 def compile_job(job: Job, *, architecture: int) -> Any:
     """Compile one kernel in this process; Triton's compiled kernel."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
     from triton.runtime.jit import MockTensor
 
-    driver.set_active(_NoDevice(GPUTarget("cuda", architecture, 32)))
-    pointers = {name: None if dtype is None else MockTensor(dtype) for name, dtype in job.pointers.items()}
+    class Unaligned(MockTensor):  # type: ignore[misc]
+        @staticmethod
+        def data_ptr() -> int:
+            return 1
+
+    pretend_target(architecture)
+    pointers = {
+        name: None if dtype is None else (Unaligned if name in job.unaligned else MockTensor)(dtype)
+        for name, dtype in job.pointers.items()
+    }
     return load_template(job.template).warmup(**pointers, grid=(1,), **job.settings)
+
+
+def pretend_target(architecture: int) -> None:
+    """Have Triton compile for a GPU that need not be there, in this process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    driver.set_active(_NoDevice(GPUTarget("cuda", architecture, 32)))
 
 
 def load_template(template: str) -> Any:

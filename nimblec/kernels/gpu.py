@@ -53,6 +53,8 @@ class GPU:
     shared_per_multiprocessor: int
     l2: int
     speed: Speed = Speed()
+    names: tuple[str, ...] = ()
+    """GPUs like that, by the names that torch gives them."""
 
     @classmethod
     def current(cls) -> Self:
@@ -101,12 +103,31 @@ SM_80 = GPU(
     speed=_speed((8, 0)),
 )
 """A100."""
+SM_86 = GPU(
+    capability=(8, 6),
+    multiprocessors=82,
+    shared_per_block=99 * KIB,
+    shared_per_multiprocessor=100 * KIB,
+    l2=6 * KIB * KIB,
+    speed=_speed((8, 6)),
+)
+"""GeForce RTX 3090; A10 and A40 are alike."""
+SM_89 = GPU(
+    capability=(8, 9),
+    multiprocessors=142,
+    shared_per_block=99 * KIB,
+    shared_per_multiprocessor=100 * KIB,
+    l2=96 * KIB * KIB,
+    speed=_speed((8, 9)),
+)
+"""L40S."""
 SM_90 = GPU(
     capability=(9, 0),
     multiprocessors=132,
     shared_per_block=227 * KIB,
     shared_per_multiprocessor=228 * KIB,
     l2=50 * KIB * KIB,
+    names=("NVIDIA H200", "NVIDIA H100 80GB HBM3"),
 )
 """H100 and H200, SXM."""
 SM_100 = GPU(
@@ -115,6 +136,7 @@ SM_100 = GPU(
     shared_per_block=227 * KIB,
     shared_per_multiprocessor=228 * KIB,
     l2=126 * KIB * KIB,
+    names=("NVIDIA B200",),
 )
 """B200."""
 SM_120 = GPU(
@@ -124,6 +146,7 @@ SM_120 = GPU(
     shared_per_multiprocessor=100 * KIB,
     l2=96 * KIB * KIB,
     speed=_speed((12, 0)),
+    names=("NVIDIA GeForce RTX 5090",),
 )
 """GeForce RTX 5090."""
-KNOWN = (SM_80, SM_90, SM_100, SM_120)
+KNOWN = (SM_80, SM_86, SM_89, SM_90, SM_100, SM_120)

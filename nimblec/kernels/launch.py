@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from nimblec.kernels.compiling import Job, load_template
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The ops live as long as this module."""
+
+_ALIGNMENT_NBYTES = 16
 
 Results_co = TypeVar("Results_co", covariant=True)
 
@@ -45,7 +47,8 @@ class Launch:
     def job(self) -> Job:
         """The job that compiles it; meta tensors will do."""
         dtypes = {name: None if tensor is None else dtype_name(tensor.dtype) for name, tensor in self.pointers.items()}
-        return Job(template=self.template, pointers=dtypes, settings=self._all_settings())
+        unaligned = [name for name, x in self.pointers.items() if x is not None and is_unaligned(x)]
+        return Job(template=self.template, pointers=dtypes, settings=self._all_settings(), unaligned=unaligned)
 
     def _all_settings(self) -> dict[str, Any]:
         """Return ``settings`` and those of the trigger: only a template with TRIGGER waits for the kernel before it."""
@@ -86,15 +89,40 @@ def define_op(schema: str, *, prepare: Prepare, reference: Callable[..., Any]) -
     return op
 
 
+def prepared(op: OpOverload, *args: Any, **kwargs: Any) -> Prepared[Any]:
+    """Return the results and the launch of a call of an op, for tensors of any kind; nothing is computed."""
+    return _PREPARES[op](*args, **kwargs)
+
+
 def launch_of(op: OpOverload, *args: Any, **kwargs: Any) -> Launch:
-    """Return the launch of a call of an op, for tensors of any kind; nothing is computed."""
-    launch: Launch = _PREPARES[op](*args, **kwargs).launch
-    return launch
+    """Return the launch of a call of an op."""
+    return prepared(op, *args, **kwargs).launch
+
+
+def jobs(module: fx.GraphModule) -> list[Job]:
+    """Return the jobs that compile the launches of a graph, each once."""
+    found: dict[str, Job] = {}
+    for node in module.graph.nodes:
+        if node.target in ops():
+            args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), _as_meta)
+            job = launch_of(node.target, *args, **kwargs).job
+            found.setdefault(repr(job), job)
+    return list(found.values())
+
+
+def _as_meta(node: fx.Node) -> Tensor:
+    like = node.meta["val"]
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
 
 
 def ops() -> frozenset[OpOverload]:
     """Return all ops that have been defined."""
     return frozenset(_PREPARES)
+
+
+def is_unaligned(tensor: Tensor) -> bool:
+    """Return whether a tensor's first element is not at a multiple of 16 bytes, which Triton would rely on."""
+    return tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_NBYTES != 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

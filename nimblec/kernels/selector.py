@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from nimblec.kernels.call import Call, Pool
-from nimblec.kernels.choosing import Choice, Timer, Times, choose, key_of, rank
+from nimblec.kernels.choosing import Choice, KnownTimes, Timer, Times, choose, key_of, rank
 from nimblec.kernels.compiling import Compile, compile_all
 from nimblec.kernels.context import Contest
 from nimblec.kernels.gpu import GPU, Trigger
@@ -105,10 +105,28 @@ class Family(Generic[Request, Tiling]):
         self.use(module, selector, gpu.trigger)
         return selector.contests
 
-    def use_first(self, module: fx.GraphModule, gpu: GPU) -> None:
-        """Put the kernels in wherever they apply, each with its most promising tiling: for tests without a GPU."""
+    def use_first(self, module: fx.GraphModule, gpu: GPU, times: KnownTimes = MappingProxyType({})) -> None:
+        """Put the kernels in wherever they apply, without the GPU.
+
+        Each has the tiling that is the fastest by ``times`` of such a GPU, or the most promising one.
+        """
         self.prepare(module, lambda _: None)
-        self.use(module, lambda request: next(iter(self.tilings(request, gpu)), None), gpu.trigger)
+        fingerprints = [timing_fingerprint(self.templates, name) for name in gpu.names] if times else []
+
+        def choose(request: Request) -> Tiling | None:
+            named = self.named(request, gpu)
+            for fingerprint in fingerprints:
+                keys = {name: _key(fingerprint, gpu, request.signature, name) for name in named}
+                known = {name: times[key] for name, key in keys.items() if key in times}
+                if known:
+                    return named[min(known, key=known.__getitem__)]
+            return next(iter(named.values()), None)
+
+        self.use(module, choose, gpu.trigger)
+
+    def named(self, request: Request, gpu: GPU) -> dict[str, Tiling]:
+        """Return the candidates of a request by name, the most promising first."""
+        return {"x".join(map(str, tiling.numbers)): tiling for tiling in self.tilings(request, gpu)}
 
 
 class Selector(Generic[Request, Tiling]):
@@ -181,7 +199,7 @@ class Selector(Generic[Request, Tiling]):
         return self._family.call(request, tiling, self._gpu.trigger)
 
     def _named(self, request: Request) -> dict[str, Tiling]:
-        return {"x".join(map(str, tiling.numbers)): tiling for tiling in self._family.tilings(request, self._gpu)}
+        return self._family.named(request, self._gpu)
 
     def _known(self, key: str, named: Iterable[str]) -> Choice | None:
         sides = {side: self._side(key, side) for side in (FRAMEWORK, *named)}
@@ -201,7 +219,12 @@ class Selector(Generic[Request, Tiling]):
         return self._known(key, named) or choice
 
     def _side(self, key: str, side: str) -> str:
-        return key_of((self._fingerprint, self._gpu.trigger, key, side))
+        return _key(self._fingerprint, self._gpu, key, side)
+
+
+def _key(fingerprint: str, gpu: GPU, signature: str, side: str) -> str:
+    """Return the key of the time of a request's tiling, or of the framework's call."""
+    return key_of((fingerprint, gpu.trigger, signature, side))
 
 
 def _contenders(choice: Choice, named: Container[str]) -> list[str]:
@@ -213,8 +236,11 @@ def _contenders(choice: Choice, named: Container[str]) -> list[str]:
     return sorted(close, key=lambda name: (name != choice.best, times[name]))
 
 
-def timing_fingerprint(templates: Iterable[str]) -> str:
-    """Hash what times depend on besides the request: the device, library versions, the templates' code."""
+def timing_fingerprint(templates: Iterable[str], device: str | None = None) -> str:
+    """Hash what times depend on besides the request: the device, library versions, the templates' code.
+
+    ``device`` is a name, of the current one where it is None.
+    """
     from triton import __version__ as triton_version
     from triton import knobs
 
@@ -223,4 +249,4 @@ def timing_fingerprint(templates: Iterable[str]) -> str:
         package, _, module = name.rpartition(".")
         code.update(files(package).joinpath(f"{module}.py").read_bytes())
     versions = torch.__version__, triton_version, knobs.nvidia.ptxas.version, torch.backends.cudnn.version()
-    return repr((torch.cuda.get_device_name(), *versions, code.hexdigest()))
+    return repr((device or torch.cuda.get_device_name(), *versions, code.hexdigest()))

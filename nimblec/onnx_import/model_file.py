@@ -24,6 +24,7 @@ from nimblec.onnx_import.model_nodes import (
     node_name,
     nodes,
     plain_domain,
+    return_scores,
     subgraphs,
 )
 from nimblert.plan import ITEM_NBYTES
@@ -111,6 +112,7 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
     check_external_data(model, path)
     drop_omitted_tails(model)
     copy_returned_inputs(model)
+    return_scores(model)
     if external_data:
         read_external_data(model, path.parent)
     return model
@@ -233,9 +235,6 @@ def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:
     if kind != "tensor_type":
         what = kind.removesuffix("_type").replace("_", " ") if kind else "value without a type"
         found = f"{role} {value.name!r} is {'an' if what == 'optional' else 'a'} {what}"
-        if value.type.sequence_type.elem_type.HasField("map_type"):
-            hint = "export it without ZipMap (skl2onnx: options={'zipmap': False})"
-            raise UnsupportedModelError(f"{found} of maps, expected a tensor: {hint}")
         raise UnsupportedModelError(f"{found}, expected a tensor")
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)

@@ -108,6 +108,19 @@ def _copy_returned_inputs(body: GraphProto, taken: set[str], *, is_loop: bool) -
         returned.add(old)
 
 
+def return_scores(model: ModelProto) -> None:
+    """Have outputs that ZipMap makes be the tensors of scores that it reads, one column for each class, in its order.
+
+    Exporters of classifiers end in it, some without an option to leave it out.
+    """
+    outputs = {value.name: value for value in model.graph.output}
+    for node in model.graph.node:
+        if node.op_type == "ZipMap" and node.output[0] in outputs:
+            node.op_type, node.domain = "Identity", ""
+            del node.attribute[:]
+            outputs[node.output[0]].type.CopyFrom(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+
+
 def plain_domain(name: str) -> str:
     """Return a domain as schemas name it: ONNX's own is "", not "ai.onnx"."""
     return "" if name == "ai.onnx" else name

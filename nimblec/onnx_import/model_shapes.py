@@ -1,7 +1,7 @@
 """Make the input shapes of an ONNX model static: a plan has one size for each dimension."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from shlex import quote
@@ -17,6 +17,8 @@ from nimblert.plan import Profile
 
 _PLACEHOLDER = re.compile(r"\s*(\?+|\*|-\d+|none|null|unk(nown)?(_+\d+)?)?\s*", re.IGNORECASE)
 """The text of exporters for a dimension without a name: Paddle "?", tf2onnx "unk__12", others "None" or "-1"."""
+_NUMBERED = re.compile(r"unk(nown)?_+\d+", re.IGNORECASE)
+"""The text that tells dimensions apart, by which users may give them sizes: viewers show it as a name."""
 
 _READ_BY_INFERENCE = 64
 """Shape inference reads constants (shapes, axes) of at most this many elements."""
@@ -27,15 +29,16 @@ def fix_shapes(model: ModelProto, specs: Sequence[InputSpec], dims: Sequence[tup
 
     A named dimension that a spec fixes is fixed wherever the name occurs; the others get their sizes
     from ``dims``. Placeholders that exporters write, such as "?", are no names: each occurrence is a
-    dimension of its own. Raises UnsupportedModelError if a spec fits no input, no dimension has a name,
-    or a dimension stays dynamic.
+    dimension of its own, but for a numbered one, such as "unk__12", that ``dims`` has. Raises
+    UnsupportedModelError if a spec fits no input, no dimension has a name, or a dimension stays dynamic.
     """
     known = {tensor.name: tensor for tensor in model_file.inputs(model)}
     by_name = _by_name(specs, known)
     fixed = ModelProto()
     fixed.CopyFrom(model)
     graph_inputs = [value for value in fixed.graph.input if value.name in known]
-    _forget_placeholders((*graph_inputs, *fixed.graph.value_info, *fixed.graph.output))
+    numbered = {name for name, _ in dims if _NUMBERED.fullmatch(name)}
+    _forget_placeholders((*graph_inputs, *fixed.graph.value_info, *fixed.graph.output), numbered)
     sizes = _given_sizes(graph_inputs, dims) | _named_sizes(graph_inputs, by_name)
     for value in graph_inputs:
         if value.name in by_name:
@@ -109,10 +112,11 @@ def resize(model: ModelProto, specs: Iterable[InputSpec], profile: Profile) -> t
     )
 
 
-def _forget_placeholders(values: Iterable[ValueInfoProto]) -> None:
+def _forget_placeholders(values: Iterable[ValueInfoProto], names: Collection[str] = ()) -> None:
+    """Clear placeholders, but for those that serve as ``names``."""
     for value in values:
         for dim in value.type.tensor_type.shape.dim:
-            if dim.HasField("dim_param") and _PLACEHOLDER.fullmatch(dim.dim_param):
+            if dim.HasField("dim_param") and _PLACEHOLDER.fullmatch(dim.dim_param) and dim.dim_param not in names:
                 dim.ClearField("dim_param")
 
 
@@ -169,6 +173,8 @@ def _given_sizes(graph_inputs: Sequence[ValueInfoProto], dims: Sequence[tuple[st
 
 def _way_to_name(graph_inputs: Sequence[ValueInfoProto], name: str) -> str:
     """Explain how to give a dimension of the inputs a name, where none has one."""
+    if _PLACEHOLDER.fullmatch(name):
+        name = "n"
     for value in graph_inputs:
         if not value.type.tensor_type.HasField("shape"):
             return f": give one this name, --input {quote(f'{value.name}:{name},<sizes>')}"

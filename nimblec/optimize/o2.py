@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from nimblec.graph import control
-from nimblec.kernels.choosing import Times
+from nimblec.kernels.choosing import KnownTimes, Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
 from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.products.recurrence_rewrite import RECURRENCE
 from nimblec.kernels.products.trained_rewrite import TRAINED
 from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
 from nimblec.kernels.reductions.norm_rewrite import NORM
@@ -29,6 +30,7 @@ Use = Callable[[Family[Any, Any], fx.GraphModule], object]
 
 FAMILIES: tuple[Family[Any, Any], ...] = (
     ATTENTION_FAMILY,
+    RECURRENCE,
     GEMM,
     TRAINED,
     POOL,
@@ -114,9 +116,9 @@ class Timed:
             return {}
 
 
-def first(gpu: GPU) -> Use:
-    """Put kernels in wherever they apply, each with its most promising tiling: needs no GPU."""
-    return lambda family, module: family.use_first(module, gpu)
+def first(gpu: GPU, times: KnownTimes = MappingProxyType({})) -> Use:
+    """Put kernels in wherever they apply, each with its fastest tiling by ``times``, or the most promising one."""
+    return lambda family, module: family.use_first(module, gpu, times)
 
 
 def has_triton_kernels(module: fx.GraphModule) -> bool:

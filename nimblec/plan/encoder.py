@@ -5,6 +5,7 @@
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import chain
 from os import PathLike
@@ -16,6 +17,7 @@ from flatbuffers.builder import Builder, BuilderSizeError
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Command, Module, Part, Plan, Target, Weight, schema
+from nimblert.plan.container import digests
 from nimblert.plan.files import replacing
 from nimblert.plan.records import DEFAULT_LIMITS
 from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Compression, Field, Segment
@@ -24,6 +26,9 @@ _MODEL_ALIGNMENT = 64
 """For ONNX models, which are small and many: with a page each, most of the file would be padding."""
 
 _CHUNK_NBYTES = 16 << 20
+
+_LARGE_NBYTES = 64 << 20
+"""Code and weights from which a plan has digests of its segments; hashing less takes no longer than starting a GPU."""
 
 _LEVEL = 9
 """Of Zstandard: beyond it cubins shrink by a few percent more, in many times the time."""
@@ -82,6 +87,10 @@ def encode(plan: Plan, *, compress_weights: bool = False) -> Encoded:
     Equal plans give equal bytes. Raises PlanFormatError where a number does not fit its field or the FlatBuffer would
     pass 2 GiB.
     """
+    of_segments = b""
+    if sum(data.nbytes for _, data in _contents(plan)) >= _LARGE_NBYTES:
+        of_segments = digests(memoryview(b""), plan)[schema.DIGEST_NBYTES :]
+    plan = replace(plan, digests=bytes(schema.DIGEST_NBYTES) + of_segments if of_segments else b"")
     packed = _packed(plan, compress_weights=compress_weights)
     encoder = _Encoder(packed)
     try:
@@ -95,6 +104,9 @@ def encode(plan: Plan, *, compress_weights: bool = False) -> Encoded:
         # Builder offsets count from the end of the buffer.
         STRUCTS["Segment"].pack_into(buffer, len(buffer) - position, *segment)
     contents = tuple(packed.get(id(record), data) for record, data in _contents(plan))
+    if of_segments:
+        own = buffer.index(of_segments) - schema.DIGEST_NBYTES
+        buffer[own : own + schema.DIGEST_NBYTES] = hashlib.sha256(buffer).digest()
     return Encoded(bytes(buffer), placed, contents, trailer)
 
 

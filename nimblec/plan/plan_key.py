@@ -81,7 +81,7 @@ def find_key(source: Source, target: Target, options: Options, also: Sequence[Pa
             "inputs": inputs,
             "software": now,
             "environment": {k: v for k, v in os.environ.items() if k.startswith(_STEERING) and k not in _NEUTRAL},
-            "machine": _machine(target),
+            "machine": _machine(target, options),
         }
     except (CompileError, OSError, UnicodeDecodeError, MemoryError):
         return None
@@ -164,11 +164,13 @@ def _packages() -> list[list[str]]:
     return found
 
 
-def _machine(target: Target) -> list[object]:
-    """Return the processor, which computes constants too, and the GPU with its driver."""
+def _machine(target: Target, options: Options) -> list[object]:
+    """Return the processor, which computes constants too, and the GPU with its driver, or the name of an absent one."""
     about: list[object] = [target.name, platform.machine(), processor()]
     about += sorted({line for line in _lines(Path("/proc/cpuinfo")) if line.startswith(_INSTRUCTION_SETS)})
-    if target is Target.CUDA:
+    if options.is_for_absent:
+        about.append(options.target)
+    elif target is Target.CUDA:
         about += [asdict(driver.describe()), *_lines(Path("/proc/driver/nvidia/version"))]
     return about
 

@@ -5,9 +5,9 @@
 ...     y = model(x)
 """
 
-from nimblert.arena import Arena
-from nimblert.arrays.device_arrays import DeviceOutput
-from nimblert.context import Context
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from nimblert.errors import (
     CudaError,
     DeviceMismatchError,
@@ -18,10 +18,16 @@ from nimblert.errors import (
     PlanInvalidError,
     PlanSignatureError,
 )
-from nimblert.executable import Executable, ExecutablePool, load, load_pool
-from nimblert.plan import Plan
-from nimblert.plan.records import Limits
-from nimblert.telemetry import CommandTime, ObservedCall, observe
+from nimblert.loading import load, load_pool
+
+if TYPE_CHECKING:
+    from nimblert.arena import Arena
+    from nimblert.arrays.device_arrays import DeviceOutput
+    from nimblert.context import Context
+    from nimblert.executable import Executable, ExecutablePool
+    from nimblert.plan import Plan
+    from nimblert.plan.records import Limits
+    from nimblert.telemetry import CommandTime, ObservedCall, observe
 
 __version__ = "0.1.0"
 
@@ -47,3 +53,24 @@ __all__ = [
     "load_pool",
     "observe",
 ]
+
+_LATE = {
+    "Arena": "arena",
+    "CommandTime": "telemetry",
+    "Context": "context",
+    "DeviceOutput": "arrays.device_arrays",
+    "Executable": "executable",
+    "ExecutablePool": "executable",
+    "Limits": "plan.records",
+    "ObservedCall": "telemetry",
+    "Plan": "plan",
+    "observe": "telemetry",
+}
+"""The modules of names that are imported on first use: `load` starts a GPU before it imports them, and numpy."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'nimblert' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"nimblert.{_LATE[name]}"), name)
+    return found

@@ -19,6 +19,7 @@ from nimblert.calls.lock import CallLock
 from nimblert.calls.outputs import check_parts, checked_out, filled, run_parts
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Program, Tensor, Work, listed
+from nimblert.stages import stage
 from nimblert.telemetry import CommandTime, command_times
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class _Runs(_Interface):
         self._working = loaded.working(None if arena is None else arena.memory, poison=poison)
         self._backends = Backends(plan, loaded, self._working, poison=poison)
         try:
-            self._backends[self._last.name]
+            with stage("program"):
+                self._backends[self._last.name]
         except BaseException:
             self._working.close()
             raise

@@ -1,12 +1,8 @@
-"""Executable: a loaded plan, with its code and weights on one device; a pool of them; `load` and `load_pool`."""
+"""Executable: a loaded plan, with its code and weights on one device; and a pool of them."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
-from functools import partial
-from importlib import import_module
-from operator import call
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,18 +11,14 @@ from nimblert.arena import Arena
 from nimblert.calls.backend import Loaded
 from nimblert.calls.entries import Signature
 from nimblert.context import Arrays, Context
-from nimblert.errors import DeviceMismatchError, InputError, NimbleError, PlanInvalidError
-from nimblert.plan import Device, Plan, Target, Tensor
-from nimblert.plan.records import DEFAULT_LIMITS, Limits, is_integer
+from nimblert.errors import DeviceMismatchError, InputError
+from nimblert.plan import Plan, Target, Tensor
+from nimblert.plan.records import DEFAULT_LIMITS, Limits
+from nimblert.stages import stage
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from nimblert.calls.refitting import NewWeights, Refit
     from nimblert.cpu.streams import Threads
-    from nimblert.cuda import driver
-    from nimblert.plan.container import Source
-    from nimblert.plan.signatures import FileOrBytes, Trust
 
 
 class Executable(Context):
@@ -50,8 +42,12 @@ class Executable(Context):
         threads: "Threads | None" = None,
         poison: bool = False,
         limits: Limits = DEFAULT_LIMITS,
+        verify_digest: Callable[[], object] = bool,
     ) -> None:
-        """Load a valid ``plan``; see `load`, which checks it and documents the arguments."""
+        """Load a valid ``plan``; see `load`, which checks it and documents the arguments.
+
+        ``verify_digest`` is called before any code is loaded, and raises PlanError where the file was altered.
+        """
         _check_arena(arena, plan, device)
         self.device = device
         self.choice = ""
@@ -62,7 +58,8 @@ class Executable(Context):
         self._idle_left = 0
         if plan.target is Target.CPU and not plan.state_nbytes and arena is None:
             self._idle_left = _spares()
-        loaded = _loaded(plan, device, threads, limits)
+        with stage("weights and code"):
+            loaded = _loaded(plan, device, threads, limits, verify_digest)
         try:
             super().__init__(plan, loaded, arena=arena, poison=poison)
         except BaseException:
@@ -160,160 +157,6 @@ class Executable(Context):
                 stack.callback(context.close)
 
 
-def _select(plan: Plan, name: str | None) -> Plan:
-    """Return the plan with the program called ``name`` alone, or as it is."""
-    if name is None:
-        return plan
-    for program in plan.programs:
-        if program.name == name:
-            return replace(plan, programs=(program,))
-    raise InputError(f"program {name!r}: not found, the plan has {[p.name for p in plan.programs]}")
-
-
-def load(
-    plan: "Plan | Source",
-    *,
-    program: str | None = None,
-    device: int = 0,
-    arena: Arena | None = None,
-    threads: "Threads | None" = None,
-    poison: bool = False,
-    copy: bool = False,
-    warm: bool = False,
-    limits: Limits = DEFAULT_LIMITS,
-    target: str | None = None,
-    trusted_keys: "Sequence[FileOrBytes] | None" = None,
-    signature: "FileOrBytes | None" = None,
-    weights: "str | PathLike[str] | None" = None,
-) -> Executable:
-    """Load a plan on this machine: a `Plan`, the path of a plan file, or the bytes of one.
-
-    The file is mapped, and a CPU plan uses its weights from there: it may be replaced while the executable lives, but
-    not overwritten in place or truncated.
-
-    - ``program``: the name of the only one to load, where the others will not be called.
-    - ``device``: the ordinal of the GPU.
-    - ``target``: "cuda" or "cpu". A fat plan (`nimblec merge`) is loaded from the first of its parts that runs on this
-      machine, those for GPUs first; this forces one of a target, and another ``device`` than 0 one for that GPU.
-      `Executable.choice` says which it is, and why.
-    - ``arena``: scratch memory that plans share which run one after the other.
-    - ``threads``: the number of threads that a CPU plan computes with, the caller's included. By default one for each
-      core that the process may use. A list of processors also pins the threads; the first is the caller's, which is
-      not moved.
-    - ``poison``: fill memory that nothing should read with 0xFF bytes.
-    - ``copy``: read the file into memory first, so that later changes to it do not matter.
-    - ``warm``: load every program now, instead of each on its first call (`Context.warm`).
-    - ``limits``: what the plan may ask of this machine; one beyond them is refused before anything is allocated
-      for it.
-    - ``trusted_keys``: public Ed25519 keys in OpenSSH or PEM form, by path or as bytes. Unless one of them has signed
-      the file (`nimblec sign`), it is refused before anything of it is parsed. It is read into memory, as with
-      ``copy``. ``signature`` is the signature's file or bytes, by default the file PLAN.sig.
-    - ``weights``: for a plan of `nimblec compile --strip-weights`, the file that holds its weights. They are compared
-      with the digests in the plan, and used like those in a plan.
-
-    Raises PlanError for a file that cannot be read or a plan that is damaged, contradicts itself or is beyond
-    ``limits``, and its subclass PlanSignatureError for a file that no trusted key has signed; DeviceMismatchError where
-    this machine cannot run it; CudaError where a call of CUDA fails, as for lack of memory; and InputError for an
-    invalid argument.
-    """
-    make = partial(_executable, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
-    if not isinstance(limits, Limits):
-        raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
-    trust = _trust(trusted_keys, signature)
-    if isinstance(plan, Plan) and plan.target is Target.FAT and trust is None:
-        plan = plan.stored()
-    if isinstance(plan, Plan):
-        if trust is not None:
-            raise InputError("trusted_keys: the plan is a Plan, which was parsed before: give its file, or its bytes")
-        _check_target(plan, target)
-        return make(checked(plan, program, limits, weights, copy=copy))
-    from nimblert.plan import container
-
-    image, path = container.open_image(plan, copy=copy, trust=trust), container.name(plan)
-    decoded = container.decoded(image, path, limits)
-    choice, shared = "", None
-    if decoded.target is Target.FAT:
-        from nimblert import fitting
-        from nimblert.plan import parts
-
-        shared = decoded
-        index, choice = fitting.choose(shared, target, device)
-        decoded = parts.read(shared, index, path, limits)
-        image, path = shared.parts[index].file, parts.name(path, index)
-    _check_target(decoded, target)
-    make = partial(make, choice=choice)
-    # With a signature, which covers the weights by their digests, later changes of their file must not matter either.
-    check = partial(checked, weights=weights, copy=copy or trust is not None, shared=shared)
-    if decoded.target is Target.CPU:
-        container.verify_digest(image, path)
-        return make(check(decoded, program, limits))
-    # CPU plans load without this import.
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(3) as pool, ExitStack() as started:
-        # Starting the GPU takes longer than all checks, which begin here; no code is loaded before both are done.
-        # A future in a variable would form a cycle with its error, and keep a refused file mapped.
-        tasks = partial(container.verify_digest, image, path), partial(check, decoded, program, limits)
-        checks: Iterator[Any] = pool.map(call, tasks)
-        pool.submit(import_module, "nimblert.cuda.backend")  # `_loaded` needs it next
-        try:
-            started.enter_context(closing(_start_device(decoded.device, device)))
-        except NimbleError:
-            tuple(checks)  # a fault of the plan is reported before one of the machine
-            raise
-        _, selected = checks
-        return make(selected)
-
-
-def _trust(trusted_keys: "Sequence[FileOrBytes] | None", signature: "FileOrBytes | None") -> "Trust | None":
-    if trusted_keys is None and signature is None:
-        return None
-    from nimblert.plan.signatures import Trust
-
-    return Trust(() if trusted_keys is None else trusted_keys, signature)
-
-
-def checked(
-    plan: Plan,
-    program: str | None,
-    limits: Limits,
-    weights: "str | PathLike[str] | None" = None,
-    *,
-    copy: bool = False,
-    shared: Plan | None = None,
-) -> Plan:
-    """Return the plan with the program to load, or all, and with its ``weights`` where it was stripped of them.
-
-    ``shared`` is the fat plan that the plan is a part of.
-    Raises PlanInvalidError unless it is valid, InputError.
-    """
-    from nimblert.check import hazards, verify
-
-    if shared is not None:
-        from nimblert.plan import parts
-
-        plan = parts.filled(plan, shared)
-    if plan.is_stripped or weights is not None:
-        from nimblert.plan import external
-
-        plan = external.filled(plan, weights, copy=copy)
-    verify.check(plan, limits)
-    selected = _select(plan, program)
-    for loaded in (*selected.programs, *selected.refits):
-        if unordered := tuple(hazards.hazards(loaded, limits, target=plan.target, bodies=plan.bodies)):
-            raise PlanInvalidError(unordered)
-    return selected
-
-
-def _check_target(plan: Plan, target: str | None) -> None:
-    if target is None:
-        return
-    from nimblert import fitting
-
-    if fitting.is_excluded(plan.target, target):
-        raise InputError(f"target: got {target!r}, and the plan is for {plan.target.name.lower()} alone")
-
-
 def _spares() -> int:
     """Return how many contexts concurrent calls may use beside the executable: with two per core, no core idles."""
     from nimblert.cpu.streams import cores
@@ -329,38 +172,9 @@ def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:
     arena.check(plan, device)
 
 
-def _start_device(needed: Device, ordinal: int) -> "driver.Context":
-    """Start the GPU; the context keeps it running. Raises DeviceMismatchError unless plans for ``needed`` run there."""
-    from nimblert.cuda import driver  # each target imports only what it runs on
-
-    driver.initialise()
-    driver.check_device(needed, driver.describe(ordinal))
-    return driver.Context(ordinal)
-
-
-def _executable(
-    plan: Plan,
-    *,
-    device: int,
-    arena: Arena | None,
-    threads: "Threads | None",
-    poison: bool,
-    warm: bool,
-    limits: Limits,
-    choice: str = "",
-) -> Executable:
-    executable = Executable(plan, device=device, arena=arena, threads=threads, poison=poison, limits=limits)
-    executable.choice = choice
-    if warm:
-        try:
-            executable.warm()
-        except BaseException:
-            executable.close()
-            raise
-    return executable
-
-
-def _loaded(plan: Plan, device: int, threads: "Threads | None", limits: Limits) -> Loaded:
+def _loaded(
+    plan: Plan, device: int, threads: "Threads | None", limits: Limits, verify_digest: Callable[[], object]
+) -> Loaded:
     """Load code and weights of a plan on its target."""
     if plan.target is Target.CPU:
         from nimblert.cpu.backend import CpuLoaded
@@ -372,7 +186,7 @@ def _loaded(plan: Plan, device: int, threads: "Threads | None", limits: Limits) 
         raise InputError("threads: a plan for a GPU computes with none of the CPU's: leave it out")
     from nimblert.cuda.backend import CudaLoaded
 
-    return CudaLoaded(plan, device)
+    return CudaLoaded(plan, device, verify_digest)
 
 
 class ExecutablePool(AbstractContextManager["ExecutablePool"]):
@@ -449,38 +263,3 @@ class ExecutablePool(AbstractContextManager["ExecutablePool"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def load_pool(plan: "Plan | Source", *, devices: Sequence[int] | None = None, **options: Any) -> ExecutablePool:
-    """Load a plan on the GPUs with the ordinals ``devices``, or on all that can run it; `load` has the ``options``.
-
-    A plan for the CPU, which uses all cores by itself, is loaded once. Raises InputError for a plan with state, and
-    what `load` raises where one of the given devices, or no device at all, can run the plan.
-    """
-    if not (devices is None or (isinstance(devices, Sequence) and devices and all(map(is_integer, devices)))):
-        raise InputError(f"devices: got {devices!r}, expected ordinals of GPUs")
-    with ExitStack() as loaded:
-        found: list[Executable] = []
-        for device in _ordinals() if devices is None else devices:
-            try:
-                found.append(loaded.enter_context(load(plan, device=int(device), **options)))
-                if found[0].plan.target is Target.CUDA:
-                    options["target"] = "cuda"  # a fat plan's part for the CPU stands beside no GPU
-            except DeviceMismatchError:
-                if devices is not None:
-                    raise
-            if found and found[0].plan.target is Target.CPU:
-                break
-        # Where no device can run the plan, this load raises the error of the first one.
-        pool = ExecutablePool(found or [load(plan, **options)])
-        loaded.pop_all()
-    return pool
-
-
-def _ordinals() -> Iterator[int]:
-    """Yield the ordinals of all GPUs: the first one before CUDA starts, which a plan for the CPU does without."""
-    yield 0
-    from nimblert.cuda import driver
-
-    driver.initialise()
-    yield from range(1, driver.count())

@@ -33,7 +33,7 @@ def main(target: str, threads: int | None = None) -> int:
     from nimblert import golden
     from nimblert.check.verify import read_plan
     from nimblert.cuda import driver
-    from nimblert.executable import load
+    from nimblert.loading import load
 
     if target == "cuda":
         driver.initialise()

@@ -213,6 +213,12 @@ def test_plan_key_holds_source(
     assert len(set(seen)) == len(seen)
 
 
+def test_plan_key_holds_absent_gpu(model: Path, options: Options) -> None:
+    keys = {key_of(model, replace(options, target=target), Target.CUDA) for target in ("sm_80", "sm_90")}
+    assert None not in keys
+    assert len(keys) == 2
+
+
 def test_the_target_is_in_the_key(model: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "describe", lambda: H200)
     assert key_of(model, options) != key_of(model, options, Target.CUDA)

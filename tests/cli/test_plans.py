@@ -1,6 +1,7 @@
 """run, inspect and verify on plan files, and the refusal of every kind of bad file."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,15 @@ def test_repeat_prints_the_latency(nimblec: CommandLine, digits: Path) -> None:
     (line,) = [line for line in out.splitlines() if line.startswith("latency")]
     assert line.startswith("latency of 3 runs: median ")
     assert line.count(" us") + line.count(" ms") == 3
+
+
+def test_profile_load_prints_the_stages(nimblec: CommandLine, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nimblert.stages.kept", None)
+    out = nimblec("run", digits, "--profile-load").out
+    printed = out.partition("where the time went, in ms")[2]
+    rows = re.findall(r"^ (\w[\w -]+?) +([\d.]+) +([\d.]+) +[\d.]+ $", printed, re.MULTILINE)
+    assert {name for name, _, _ in rows} >= {"load", "import", "SHA-256", "check", "first run"}
+    assert all(float(begin) <= float(end) for _, begin, end in rows)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from nimblec.onnx_export.exporting import exporting_onnx
 from nimblec.onnx_export.translations import COMMON
 from nimblec.pytorch.model import place
 from nimblec.pytorch.state import WithState
-from nimblert import executable, golden
+from nimblert import golden, loading
 from nimblert.check.verify import read_plan
 from nimblert.cpu.onnx_session import session_options
 from nimblert.cpu.streams import Pool
@@ -100,7 +100,7 @@ def test_an_example_gives_shape_and_range(embedding: Path, tmp_path: Path) -> No
     plan = read_plan(output)
     (tensor,) = plan.programs[0].inputs
     assert (tensor.shape, tensor.sample_range) == ((3,), (9, 12))
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         np.testing.assert_array_equal(model(np.array([12, 9, 9]))[:, 0], [120, 0, 0])
 
 
@@ -134,7 +134,7 @@ def test_compile_compares_sums_on_one_thread(tmp_path: Path) -> None:
     x = drawn.standard_normal((1, 80, 100)).astype(np.float32)
     session = InferenceSession(path, session_options(Pool(count=1)), providers=["CPUExecutionProvider"])
     plan = nimblec.compile(path, target="cpu", plan_cache=None)
-    with executable.load(plan, threads=1) as model:
+    with loading.load(plan, threads=1) as model:
         np.testing.assert_array_equal(model(x), session.run(None, {"x": x})[0])
 
 
@@ -163,7 +163,7 @@ def test_examples_of_a_module_bound_the_integers_drawn_later() -> None:
     x, y = torch.tensor([7, 9, 0]), torch.tensor([2, 5, 3])
     plan = nimblec.compile(lambda x, y: x % y, (x, y), target="cpu")
     assert [tensor.sample_range for tensor in plan.programs[0].inputs] == [(0, 9), (2, 5)]
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert np.array_equal(model(x.numpy(), y.numpy()), (x % y).numpy())
 
 
@@ -200,7 +200,7 @@ def test_a_pytorch_module_through_onnx(caplog: pytest.LogCaptureFixture) -> None
     assert "the module: ONNX Runtime differs from PyTorch by at most" in caplog.text
     assert "of the largest magnitude of an output ('output')" in caplog.text
     assert plan.programs[0].golden is not None
-    with executable.load(plan) as model, torch.no_grad():
+    with loading.load(plan) as model, torch.no_grad():
         assert [tensor.name for tensor in model.inputs] == ["x"]
         np.testing.assert_allclose(model(x.numpy()), module(x).numpy(), rtol=1e-4, atol=1e-5)
         outputs = model.run(golden.draw_inputs(model.program, plan.programs[0].golden.seed))
@@ -225,7 +225,7 @@ _Calls.__qualname__ = "test.<locals>._Calls"
 def test_results_of_classes_of_torch() -> None:
     x = torch.randn(3, 8)
     plan = nimblec.compile(_Calls(lambda x: {"all": x * 2, "most": torch.topk(x, 2)}), x, target="cpu")
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         found = model.run({"x": x.numpy()})
     wanted = torch.topk(x, 2)
     expected = {"all": x * 2, "most.0": wanted.values, "most.1": wanted.indices}
@@ -338,7 +338,7 @@ def test_a_function_is_a_model(nimblec: CommandLine, tmp_path: Path, monkeypatch
     (tmp_path / "doubled.py").write_text("import torch\ndef f():\n    return lambda x: 2 * x, torch.ones(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert nimblec("compile", "doubled:f", "-o", tmp_path / "m.plan", "--target", "cpu", "-q").status == 0
-    with executable.load(tmp_path / "m.plan") as model:
+    with loading.load(tmp_path / "m.plan") as model:
         assert model(np.arange(3, dtype=np.float32)).tolist() == [0, 2, 4]
 
 
@@ -421,7 +421,7 @@ def test_an_output_of_uint64() -> None:
         return x.to(torch.uint64)
 
     plan = nimblec.compile(forward, torch.arange(4), target="cpu", plan_cache=None)
-    with executable.load(plan) as loaded:
+    with loading.load(plan) as loaded:
         found = loaded(np.arange(3, 7))
     assert (found.dtype, found.tolist()) == (np.uint64, [3, 4, 5, 6])
 

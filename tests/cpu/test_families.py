@@ -17,7 +17,7 @@ _REPLAY = """
 import numpy as np, nimblert, nimblert.executable, nimblert.golden
 import sys
 for name in {families!r}:
-    with nimblert.executable.load(f"{{sys.argv[1]}}/{{name}}.plan", poison=True) as model:
+    with nimblert.loading.load(f"{{sys.argv[1]}}/{{name}}.plan", poison=True) as model:
         outputs = model.run(nimblert.golden.draw_inputs(model.program, 1))
         np.savez(f"{{sys.argv[1]}}/{{name}}.npz", *outputs.values())
 loaded = {frameworks!r} & sys.modules.keys()

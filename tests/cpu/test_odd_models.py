@@ -13,7 +13,7 @@ import nimblec
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import InputSpec
 from nimblec.onnx_import import model_file
-from nimblert import executable
+from nimblert import loading
 from nimblert.check import verify
 from nimblert.errors import DeviceMismatchError
 
@@ -278,7 +278,7 @@ def test_loops_may_return_the_number_of_their_iteration(path: Path) -> None:
 def test_operands_left_out_by_name_at_the_end_are_dropped_for_the_reference_too(path: Path) -> None:
     """ONNX Runtime's DFT reads an axis named ""."""
     write_model(path, [node("DFT", ["x", "", ""], ["y"])], [floats("x", 1, 4, 1)], [floats("y", 1, 4, 2)], opset=20)
-    with executable.load(nimblec.compile(path, target="cpu", plan_cache=None)) as model:
+    with loading.load(nimblec.compile(path, target="cpu", plan_cache=None)) as model:
         assert model.run({"x": np.ones((1, 4, 1), np.float32)})["y"][0, 0].tolist() == [4, 0]
 
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 import nimblec
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.cpu import ort_process, ort_worker
-from nimblert import executable
+from nimblert import loading
 
 node = helper.make_node
 
@@ -77,7 +77,7 @@ def test_a_process_refuses_a_model_and_takes_the_next(path: Path) -> None:
         for _ in range(2):
             with pytest.raises(UnsupportedModelError, match=r"refuses the model: .*Incompatible dimensions"):
                 compile_here(bad)
-            with executable.load(compile_here(path)) as model:
+            with loading.load(compile_here(path)) as model:
                 assert model(np.ones(3, np.float32)).tolist() == [-1, -1, -1]
         assert process._process.poll() is None
     assert process._process.poll() == -signal.SIGKILL
@@ -108,7 +108,7 @@ def test_a_model_that_crashes_as_its_shapes_are_observed(path: Path) -> None:
 def test_shapes_are_observed_with_the_large_constants_of_a_model(path: Path) -> None:
     rows = {"r": np.arange(400, dtype=np.int64) % 2, "w": np.ones((400, 2), np.float32)}
     observed(path, [node("Gather", ["x", "r"], ["t"], axis=1), node("MatMul", ["t", "w"], ["y"])], rows)
-    with executable.load(nimblec.compile(path, target="cpu", plan_cache=None)) as model:
+    with loading.load(nimblec.compile(path, target="cpu", plan_cache=None)) as model:
         assert model.run({"x": np.ones((1, 2), np.float32)})["last"].tolist() == [[400, 400]]
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from nimblec.base.errors import CompileError
 from nimblec.cuda.capture.cubin_cut import cut
-from nimblec.cuda.capture.cubin_reading import entry_symbols
+from nimblec.cuda.capture.cubin_reading import entry_symbols, parameters
 from nimblec.cuda.capture.elf import UnfamiliarCubinError
 from nimblert.errors import PlanFormatError
+from nimblert.plan import Parameter
 
 CUBINS = {path.name: path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("data/kernels.*.cubin"))}
 LINKED = "kernels.sm_90a.linked.cubin"
@@ -241,3 +242,11 @@ def test_sections_that_overlap_are_not_cut(cubin: bytes) -> None:
     whole = patched(cubin, header_of(cubin, ".text.scale") + 24, "<QQ", 0, len(cubin))
     with pytest.raises(UnfamiliarCubinError, match=r"bytes of sections that overlap in"):
         cut(whole, {"scale"})
+
+
+@any_cubin
+def test_parameters_are_those_of_the_source(cubin: bytes) -> None:
+    pointer, number = Parameter(offset=0, nbytes=8), Parameter(offset=8, nbytes=4)
+    assert parameters(cubin, "scale") == (pointer,)
+    assert parameters(cubin, "local") == (pointer, number)
+    assert parameters(cubin, "say") == (Parameter(offset=0, nbytes=4),)

@@ -15,7 +15,7 @@ from nimblec.cuda.capture.allocator import STEP_NBYTES, Place, Shift
 from nimblec.cuda.capture.buffers import BufferTable
 from nimblec.cuda.capture.capture import ByteRange, OpRecord
 from nimblec.cuda.capture.earlier import EarlierMemory
-from nimblec.cuda.capture.inductor import _accesses
+from nimblec.cuda.capture.inductor import accesses
 from nimblec.cuda.capture.nodes import Function, KernelNode
 from nimblec.cuda.capture.relocation import RelocatedParams, Relocator, Target
 from nimblert.errors import CudaError
@@ -235,6 +235,6 @@ def test_the_names_of_a_generated_kernel_tell_what_it_writes() -> None:
     torch = pytest.importorskip("torch")
     a, b, c, d = (torch.zeros(1) for _ in range(4))
     names = ("in_ptr0", "out_ptr0", "in_out_ptr0", "table_ptr", "xnumel", "XBLOCK")
-    reads, writes = _accesses(names, {"table_ptr"}, (a, b, c, d, 16))
+    reads, writes = accesses(names, {"table_ptr"}, (a, b, c, d, 16))
     assert [id(t) for t in reads] == [id(a), id(c), id(d)]
     assert [id(t) for t in writes] == [id(b), id(c), id(d)]

@@ -17,7 +17,7 @@ from nimblec.base.source import LiveModel, Source
 from nimblec.find_source import find_source
 from nimblec.pytorch import sources
 from nimblec.pytorch.handover import hand_over
-from nimblert import executable
+from nimblert import loading
 
 REGISTRY: dict[str, float] = {}
 """What `Forgetful` keeps outside of itself, as libraries do."""
@@ -75,7 +75,7 @@ def test_live_model_hands_over(build: Callable[[], nn.Module], tmp_path: Path, m
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
 def test_the_cpu_target_needs_no_pickling(build: Callable[[], nn.Module]) -> None:
     module, x = build(), torch.tensor([-1.0, 4.0])
-    with executable.load(nimblec.compile(module, x, target="cpu")) as model:
+    with loading.load(nimblec.compile(module, x, target="cpu")) as model:
         np.testing.assert_allclose(model(x.numpy()), module(x).numpy())
 
 
@@ -219,7 +219,7 @@ def test_constants_and_missing_outputs_are_told(caplog: pytest.LogCaptureFixture
 
     with caplog.at_level(logging.WARNING, "nimblec"):
         plan = nimblec.compile(model, (torch.ones(2), 3, None), kwargs={"mode": "b"}, target="cpu")
-    with executable.load(plan) as loaded:
+    with loading.load(plan) as loaded:
         assert loaded.run({"x": np.array([2, 3], np.float32)})["output_0"].tolist() == [8, 27]
     notes = [record.getMessage() for record in caplog.records]
     for note in (
@@ -275,7 +275,7 @@ def test_a_dynamic_program_takes_sizes(dynamic: torch.export.ExportedProgram, gi
         dynamic, args, target="cpu", **({"dims": {_symbol(dynamic): 7}} if given == "dims" else given)
     )
     x, y = np.full((7, 3), 2, np.float32), np.ones((7, 3), np.float32)
-    with executable.load(plan) as model:
+    with loading.load(plan) as model:
         assert (model.run({"x": x, "more.y": y})["output"] == 11).all()
 
 
@@ -350,5 +350,5 @@ class Careful(nn.Module):
 def test_small_numbers_are_not_left_out(batch: Any) -> None:
     x = torch.tensor([[0.0, 1.0], [2**-30, -1.0]])
     options: dict[str, Any] = {} if batch is None else {"dynamic_shapes": ({0: batch},), "dims": {"batch": (2,)}}
-    with executable.load(nimblec.compile(Careful(), (x,), target="cpu", **options)) as model:
+    with loading.load(nimblec.compile(Careful(), (x,), target="cpu", **options)) as model:
         np.testing.assert_allclose(model(x.numpy()), Careful()(x).numpy(), rtol=1e-7)

@@ -1,5 +1,6 @@
 """Reading ONNX files: what is wrong with one is said in one sentence; dynamic shapes are fixed."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import numpy as np
 import onnx
 import pytest
 from cpu_plans import floats, write_model
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
+import nimblec
+import nimblert
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import InputSpec, NamedInput
 from nimblec.onnx_import import model_file, model_shapes
@@ -251,10 +254,43 @@ def test_inputs_that_are_no_tensors(path: Path) -> None:
     model.graph.input.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedModelError, match="input 's' is a sequence, expected a tensor"):
         model_file.inputs(model)
-    maps = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, ()))
-    model.graph.output.append(helper.make_value_info("p", helper.make_sequence_type_proto(maps)))
-    with pytest.raises(UnsupportedModelError, match=r"output 'p' is a sequence of maps, .*: export it without ZipMap"):
-        model_file.outputs(model)
+
+
+def test_zip_map_gives_scores() -> None:
+    """Exporters end classifiers in ZipMap: the output is the tensor before it."""
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18, "ai.onnx.ml" : 2]>
+        g (float[2,2] x) => (seq(map(int64, float)) p) {
+            s = Softmax(x)
+            p = ai.onnx.ml.ZipMap<classlabels_int64s=[0, 1]>(s)
+        }"""
+    )
+    x = np.random.default_rng(0).standard_normal((2, 2)).astype(np.float32)
+    with nimblert.load(nimblec.compile(model, target="cpu", plan_cache=None)) as loaded:
+        exponentials = np.exp(x)
+        np.testing.assert_allclose(loaded(x), exponentials / exponentials.sum(1, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["unk__12", "unknown_3"])
+def test_numbered_placeholder_is_a_name_where_it_is_given(path: Path, name: str) -> None:
+    inputs = [floats("x", name, 2), floats("z", name, 2)]
+    write_model(path, [node("Add", ["x", "z"], ["y"])], inputs, [floats("y", name, 2)])
+    model = model_file.load(path)
+    fixed = model_shapes.fix_shapes(model, (), [(name, 3)])
+    assert [tensor.shape for tensor in model_file.inputs(fixed)] == [(3, 2), (3, 2)]
+    with pytest.raises(UnsupportedModelError, match=r"no dimension .* give one this name, --input x:n,2$"):
+        model_shapes.fix_shapes(model, (), [("?", 3)])
+
+
+def test_baked_batch_is_told_the_way_out() -> None:
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[batch,2,3] x, int64[1] i) => (float[b,6] y) <int64[2] s={1,6}> { y = Reshape(x, s) }"""
+    )
+    sentence = r"Reshape node.*: The input tensor cannot be reshaped.*}; if the exporter wrote the sizes of its example"
+    with pytest.raises(CompileError, match=sentence) as caught:
+        nimblec.compile(model, target="cpu", plan_cache=None, dims={"batch": 2})
+    assert not re.search(r"\.h:|--example", str(caught.value))
 
 
 @pytest.mark.parametrize("location", ["/etc/passwd", "../model.data", "", "a\0b", "@@"])
@@ -340,7 +376,7 @@ def test_a_placeholder_for_a_name_is_none(path: Path, name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"dimensions of axis 2, of axis 3: give --input x:2x3x<2>x<3>,"):
         model_shapes.fix_shapes(model, (), [("n", 2)])
     with pytest.raises(UnsupportedModelError, match=r"no input has a dimension of that name; the names are 'n'$"):
-        model_shapes.fix_shapes(model, (), [(name, 2)])
+        model_shapes.fix_shapes(model, (), [("?", 2)])
 
 
 @pytest.mark.parametrize("name", ["unk_tokens", "?height", "nonempty", "p2o.DynamicDimension.1"])

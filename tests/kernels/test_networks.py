@@ -13,6 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.graph.definitions import DEFINITIONS
+from nimblec.kernels import selector as kernel_selector
+from nimblec.kernels.choosing import key_of
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import SM_80, SM_90
 from nimblec.kernels.launch import ops
@@ -237,6 +239,25 @@ def test_times_of_another_machine_or_trigger_are_not_taken() -> None:
         _chosen(module, again)
         assert clock.count > 0
     assert known.items() < times.items()
+
+
+def test_known_times_choose_tilings_of_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_selector, "timing_fingerprint", lambda _templates, device: device)
+    module, _ = _network("EfficientNet")
+
+    def tilings_of(times: dict[str, int]) -> list[Any]:
+        own = rewritten(module, lambda m: GEMM.use_first(m, SM_90, times))
+        return [node.args[-2] for node in own.graph.nodes if node.target in ops()]
+
+    request = max(requests(module), key=lambda r: len(tilings(r, SM_90)))
+    slower, faster = list(GEMM.named(request, SM_90))[1:3]
+    times = {}
+    for name, nanoseconds in ((slower, 2000), (faster, 1000), (FRAMEWORK, 10)):
+        times[key_of((SM_90.names[-1], SM_90.trigger, request.signature, name))] = nanoseconds
+    first, known = tilings_of({}), tilings_of(times)
+    assert first != known
+    changed = [numbers for before, numbers in zip(first, known, strict=True) if before != numbers]
+    assert all(numbers == GEMM.named(request, SM_90)[faster].numbers for numbers in changed)
 
 
 def test_a_short_look_sorts_the_candidates_out() -> None:

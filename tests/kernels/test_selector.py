@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from choosing import selector
 from rewriting import counts, random_half, record
 from torch import Tensor, fx
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.products.recurrence_rewrite import RECURRENCE
 from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
 from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
@@ -19,10 +21,16 @@ from nimblec.optimize import optimize
 
 IMAGES, ROWS, HEADS = random_half(2, 16, 8, 8), random_half(2, 5, 48), random_half(1, 2, 8, 16)
 WEIGHT, MATRIX = random_half(16, 16, 3, 3) / 12, random_half(48, 48) / 7
+STEPS, RECURRENT = random_half(5, 2, 16), [random_half(64, 16) / 4, random_half(64, 16) / 4]
 
 
 def _conv(x: Tensor) -> Tensor:
     return functional.conv2d(x, WEIGHT, padding=1)
+
+
+def _lstm(x: Tensor) -> Tensor:
+    state = torch.zeros(1, 2, 16, dtype=torch.half)
+    return torch.lstm(x, [state, state], RECURRENT, False, 1, 0.0, False, False, False)[0]
 
 
 FAMILIES: dict[str, tuple[Family[Any, Any], Callable[[Tensor], Tensor], Tensor]] = {
@@ -31,6 +39,7 @@ FAMILIES: dict[str, tuple[Family[Any, Any], Callable[[Tensor], Tensor], Tensor]]
     "depthwise": (GEMM, lambda x: functional.conv2d(x, WEIGHT[:, :1], groups=16), IMAGES),
     "norms": (NORM, lambda x: functional.linear(functional.layer_norm(x @ MATRIX, (48,)), MATRIX), ROWS),
     "pools": (POOL, lambda x: _conv(functional.max_pool2d(_conv(x), 3, 2, 1)), IMAGES),
+    "recurrences": (RECURRENCE, _lstm, STEPS),
 }
 of_each_family = pytest.mark.parametrize(("family", "model", "x"), FAMILIES.values(), ids=FAMILIES)
 

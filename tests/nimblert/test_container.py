@@ -12,8 +12,8 @@ import pytest
 
 from nimblec.plan import encoder
 from nimblert.check.verify import read_plan
-from nimblert.errors import InputError, NimbleError, PlanError, PlanInvalidError
-from nimblert.plan import Plan, Weight
+from nimblert.errors import InputError, NimbleError, PlanError, PlanFormatError, PlanInvalidError
+from nimblert.plan import Plan, Weight, container
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -151,3 +151,37 @@ def test_only_the_magic_word_is_damaged(plan_path: Path) -> None:
     content[-32:] = hashlib.sha256(content[:-32]).digest()
     plan_path.write_bytes(content)
     assert refusal(plan_path) == f"the end of its {len(content)} bytes is missing or damaged; copy it again"
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Return a plan that is written with digests of its segments, as large ones are."""
+    monkeypatch.setattr(encoder, "_LARGE_NBYTES", 1)
+    image = memoryview(encoder.encode_file(plans.cuda_plan()))
+    plan = container.decoded(image, "plan")
+    assert len(plan.digests) == 32 * (1 + len(plan.modules) + len(plan.weights) + len(plan.state))
+    return plan
+
+
+def test_digests_of_segments_notice_each_altered_byte(large: Plan) -> None:
+    image = large.stored()
+    container.verify_digest(image, "plan", large)
+    unnoticed = []
+    for position in range(len(image)):
+        altered = memoryview(bytes(image[:position]) + bytes([image[position] ^ 1]) + bytes(image[position + 1 :]))
+        try:
+            container.check_frame(altered, "plan")
+            container.verify_digest(altered, "plan", container.decoded(altered, "plan"))
+        except PlanFormatError:
+            continue
+        unnoticed.append(len(image) - position)
+    assert unnoticed == [*range(40, 0, -1)], "only the zeros of the trailer, and its digest of the whole file"
+
+
+def test_file_with_digests_has_one_of_the_whole_too(large: Plan) -> None:
+    container.verify_digest(large.stored(), "plan")
+    assert encoder.encode_file(large) == large.stored()
+
+
+def test_small_file_has_no_digests_of_segments() -> None:
+    assert container.decoded(memoryview(encoder.encode_file(plans.cuda_plan())), "plan").digests == b""

@@ -295,7 +295,7 @@ def test_without_onnxruntime_the_error_says_what_to_install(path: Path, tmp_path
     code = """
 import sys, nimblert.executable
 try:
-    nimblert.executable.load(sys.argv[1])
+    nimblert.loading.load(sys.argv[1])
 except nimblert.DeviceMismatchError as exc:
     print(exc)
 """

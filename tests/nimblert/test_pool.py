@@ -240,14 +240,14 @@ def test_load_pool_takes_the_given_devices_or_all_that_fit(host: HostDriver) -> 
 @on_host
 def test_load_pool_skips_a_device_that_cannot_run_the_plan(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     del host
-    load = nimblert.executable.load
+    load = nimblert.loading.load
 
     def only_the_second(plan: Plan, *, device: int) -> Executable:
         if device == 0:
             raise DeviceMismatchError("another generation")
         return load(plan, device=device)
 
-    monkeypatch.setattr(nimblert.executable, "load", only_the_second)
+    monkeypatch.setattr(nimblert.loading, "load", only_the_second)
     with load_pool(copying(SHAPE, (0, 1))) as pool:
         assert pool.devices == (1,)
     with pytest.raises(DeviceMismatchError, match="another generation"):

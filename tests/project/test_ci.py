@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def run(scripts: list[str], folder: Path, environment: dict[str, str], build_fil
         )
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
     return yaml.safe_load((folder / "build.json").read_text())["plans"]
+
+
+@pytest.mark.skipif(
+    find_spec("triton") is None or find_spec("nvidia") is None, reason="needs PyTorch's CUDA build and Triton"
+)
+def test_recipe_compiles_for_an_absent_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    shutil.copytree(ROOT / "samples", tmp_path / "models", ignore=lambda _folder, _names: ["telemetry", "serving"])
+    inherited = os.pathsep.join([environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    environment = {**environment, "PYTHONPATH": inherited, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(["bash", "-ec", blocks("bash")[0]], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "digits.plan").stat().st_size > 0
 
 
 def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from nimblert.plan import Target
 
 _SERVER = """
 import io, json, os, sys, traceback
-from nimblert import executable, golden
+from nimblert import golden, loading
 from nimblert import replay as check
 from nimblert.cpu import onnx_session
 from nimblert.cuda import driver

@@ -19,7 +19,7 @@ from nimblec.cpu.reference import read_nodes, run_values
 from nimblec.inspect.node_values import compare_nodes
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.plan import encoder
-from nimblert import executable, golden
+from nimblert import golden, loading
 from nimblert.check.verify import read_plan
 from nimblert.plan import Plan, Target
 
@@ -191,7 +191,7 @@ def compare(plan: Plan, path: Path, tolerance: float = 1e-4) -> object:
     model = model_file.load(path)
     nodes = read_nodes(model)
     model_nodes.clear_repeated_names(model)
-    with executable.load(plan) as loaded:
+    with loading.load(plan) as loaded:
         inputs = golden.draw_inputs(loaded.program, 0)
         return compare_nodes(loaded, inputs, nodes, run_values(model, path.parent, inputs), tolerance)
 
@@ -226,7 +226,7 @@ def test_plans_of_the_gpu_name_nodes_by_operator_and_name(tmp_path: Path) -> Non
     # A plan of the CPU names its nodes otherwise.
     assert compare(described, path).agreeing == 0
     model = model_file.load(path)
-    with executable.load(described) as loaded:
+    with loading.load(described) as loaded:
         loaded.plan = replace(described, target=Target.CUDA)
         inputs = golden.draw_inputs(loaded.program, 0)
         compared = compare_nodes(loaded, inputs, read_nodes(model), run_values(model, tmp_path, inputs), 1e-6)
@@ -234,7 +234,7 @@ def test_plans_of_the_gpu_name_nodes_by_operator_and_name(tmp_path: Path) -> Non
 
 
 def test_steps_give_what_a_run_gives(plan: Path) -> None:
-    with executable.load(plan) as loaded:
+    with loading.load(plan) as loaded:
         inputs = golden.draw_inputs(loaded.program, 3)
         expected = loaded.run(inputs)
         loaded.run(golden.draw_inputs(loaded.program, 4))

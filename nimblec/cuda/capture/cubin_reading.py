@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nimblert.errors import PlanFormatError
+from nimblert.plan import Parameter
 
 EM_CUDA = 190
 HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
@@ -20,6 +21,8 @@ SHT_STRTAB = 3
 SHT_NOBITS = 8
 STT_FUNC = 2
 STO_CUDA_ENTRY = 0x10
+_EIATTR_KPARAM_INFO = 0x17
+_EIFMT_SVAL = 4
 
 _MAGIC = b"\x7fELF\x02\x01\x01"  # ELF64, little endian, version 1
 
@@ -92,6 +95,30 @@ def entry_symbols(cubin: bytes | memoryview) -> frozenset[str]:
             raise PlanFormatError(f"cubin: the kernel's name at {offset} is empty or overlaps others")
         names.add(name)
     return frozenset(names)
+
+
+def parameters(cubin: bytes | memoryview, symbol: str) -> tuple[Parameter, ...]:
+    """Return the parameters of the kernel ``symbol``, as the section that the driver reads describes them.
+
+    Each record of ``.nv.info.SYMBOL`` has a format, an attribute, and two bytes that are its value or the size of what
+    follows (cuobjdump --dump-elf shows them by name).
+    """
+    file = memoryview(cubin).cast("B")
+    sections = read_sections(file)
+    strings = bytes(contents(file, sections[read_header(file).shstrndx]))
+    named = (s for s in sections if read_name(strings, s.name) == f".nv.info.{symbol}")
+    records = bytes(contents(file, next(named)))
+    found: dict[int, Parameter] = {}
+    at = 0
+    while at + 4 <= len(records):
+        form, attribute, size = struct.unpack_from("<BBH", records, at)
+        at += 4
+        if form == _EIFMT_SVAL:
+            if attribute == _EIATTR_KPARAM_INFO:
+                _, ordinal, offset, flags = struct.unpack_from("<IHHI", records, at)
+                found[ordinal] = Parameter(offset=offset, nbytes=flags >> 18)
+            at += size
+    return tuple(found[ordinal] for ordinal in sorted(found))
 
 
 def read_header(file: memoryview) -> Header:

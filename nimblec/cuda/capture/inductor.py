@@ -49,14 +49,14 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
     def seen_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kernel.heuristic_type is HeuristicType.USER_AUTOTUNE:
             return launch(kernel, *args, **kwargs)
-        reads, writes = _accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
+        reads, writes = accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
         return recorder.record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
 
     with patch.object(CompiledFxGraph, "__call__", seen_call), patch.object(CachingAutotuner, "run", seen_launch):
         yield
 
 
-def _accesses(
+def accesses(
     names: Sequence[str], mutated: set[str], args: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that a kernel reads and writes, from the names of its parameters."""

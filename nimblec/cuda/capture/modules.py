@@ -78,7 +78,7 @@ class CodeIndex:
         likely = [d for d in matches if entry_symbols(memoryview(images[d])) == names] or matches
         found: dict[bytes, bytes] = {}
         for digest in likely:
-            found.setdefault(_code(images[digest], function.symbol), digest)
+            found.setdefault(cut_or_whole(images[digest], function.symbol), digest)
         return list(found.values())
 
     def shrunk(self, digest: bytes, symbols: list[str]) -> bytes:
@@ -96,7 +96,7 @@ class CodeIndex:
             return image
 
 
-def _code(image: bytes, symbol: str) -> bytes:
+def cut_or_whole(image: bytes, symbol: str) -> bytes:
     """Return the code of one kernel: the cubin cut down to it, or whole if it cannot be cut."""
     try:
         return cut(image, [symbol])

@@ -62,7 +62,8 @@ function makeTable(columns, rows, click = null) {
     if (row.heading) return element("tr", {}, element("td", { colSpan: columns.length }, row.heading));
     const cells = columns.map(({ text, bar, style: className }) => {
       const shown = String(text(row));
-      const made = element("td", { className, title: shown.length > 14 ? shown : "" }, element("div", {}, shown));
+      const made = element("td", { className, title: shown.length > 14 ? shown : "" });
+      made.append(element("div", {}, element("bdi", {}, shown)));
       if (bar) made.style.backgroundSize = `${100 * Math.min(1, bar(row))}% 100%`;
       return made;
     });
@@ -518,11 +519,11 @@ const taken = (longest) => ({
 
 function commandsTable() {
   return makeTable([
-    column("#", (row) => row.id, "", 80), numbers("stream", (row) => row.stream, String, null, 72),
+    column("#", (row) => row.id, "", 64), numbers("stream", (row) => row.stream, String, null, 72),
     numbers("start", (row) => row.start, time), taken(most(items, "duration")),
     numbers("share", (row) => row.share, share, null, 72), ...floors,
-    column("op", (row) => row.op, "mono", 230), column("source", (row) => row.source, "mono"),
-    column("origin", (row) => row.origin, "", 150), column("kernel", (row) => row.label, "mono"),
+    column("op", (row) => row.op, "mono", 170), column("source", (row) => row.source, "mono tail"),
+    column("origin", (row) => row.origin, "", 90), column("kernel", (row) => row.label, "mono"),
   ], rows, select);
 }
 

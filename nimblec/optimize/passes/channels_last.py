@@ -34,7 +34,7 @@ def propagate_channels_last(module: fx.GraphModule, dtypes: Collection[torch.dty
     """
     rewriter = Rewriter(module)
     calls = rewriter.calls(*CONVOLUTIONS, CONVOLUTION_BACKWARD)
-    convolutions = [n for n in calls if fake(_images(n)).dim() == 4 and fake(_images(n)).dtype in dtypes]
+    convolutions = [n for n in calls if fake(images_of(n)).dim() == 4 and fake(images_of(n)).dtype in dtypes]
     if not convolutions or any(node.target in BY_STRIDE for node in module.graph.nodes):
         return
     strides = output_strides(module)
@@ -82,7 +82,7 @@ def _lay_weights(rewriter: Rewriter, node: fx.Node) -> None:
     node.update_arg(argument_names(node).index("weight"), laid)
 
 
-def _images(convolution: fx.Node) -> fx.Node:
+def images_of(convolution: fx.Node) -> fx.Node:
     """Return the images that a convolution, or its backward pass, reads."""
     given = bound(convolution)
     images: fx.Node = given["input"] if "input" in given else given["self"]
@@ -97,7 +97,7 @@ def _convert_inputs(rewriter: Rewriter, convolutions: frozenset[fx.Node]) -> Non
         if node in convolutions:
             given = bound(node)
             weight = given["weight"] if given["weight"] in trained else None
-            for source in (_images(node), given.get("z"), given.get("grad_output"), weight):
+            for source in (images_of(node), given.get("z"), given.get("grad_output"), weight):
                 if source is not None and not is_channels_last(fake(source)):
                     if source not in converted:
                         converted[source] = rewriter.call(

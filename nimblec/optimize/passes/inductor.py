@@ -8,6 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,10 +40,16 @@ OPTIONS: Mapping[str, Any] = {
 }
 """Inductor's settings: results have eager's strides; kernels are named after the calls that they fuse."""
 
-_REFUSAL = RuntimeError
+REFUSAL = RuntimeError
 """What Inductor raises for a region that it cannot compile; its own errors and NotImplementedError derive from it."""
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
+
+device: ContextVar[str | None] = ContextVar("device", default=None)
+"""The device to generate code for, where it is not that of the graph."""
+
+COMPILED: dict[OpOverload, Callable[..., list[Tensor]]] = {}
+"""The functions that compute the regions' ops."""
 
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The namespace of the ops, which live as long as the process."""
@@ -96,12 +103,12 @@ def _define(extracts: Mapping[str, Extract]) -> None:
     """Compile regions in parallel and define an op for each, except for those that Inductor refuses."""
     begun = {}
     for name, extracted in extracts.items():
-        with suppress(_REFUSAL), _kernels_in_background() as finish:
+        with suppress(REFUSAL), _kernels_in_background() as finish:
             begun[name] = _compile(extracted), finish
     for name, (compiled, finish) in begun.items():
         try:
             finish()
-        except _REFUSAL:
+        except REFUSAL:
             continue
         _register(name, compiled, extracts[name])
 
@@ -138,15 +145,24 @@ def _title(extracted: Extract) -> str:
 
 def _compile(extracted: Extract) -> Compiled:
     """Generate code for a region."""
+    inputs, outputs = list(map(fake, extracted.inputs)), list(map(fake, extracted.outputs))
+    return compile_graph(extracted.module, inputs, [tuple(output.stride()) for output in outputs])
+
+
+def compile_graph(
+    module: fx.GraphModule, like: Sequence[Tensor], strides: Sequence[tuple[int, ...]] | None = None
+) -> Compiled:
+    """Generate code for a graph on inputs like these, whose results have ``strides``, or those that are inferred."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for an environment
-    inputs = [_like(fake(node), mode) for node in extracted.inputs]
+    inputs = [_like(tensor, mode) for tensor in like]
     with torch.no_grad(), config.patch(dict(OPTIONS)):
         with mode:
-            decomposed = make_fx(extracted.module, decomposition_table=select_decomp_table())(*inputs)
+            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
         output = decomposed.graph.output_node()
-        output.args = (tuple(argument(output, 0)),)
-        output.meta["user_visible_output_idxs"] = list(range(len(extracted.outputs)))
-        output.meta["original_output_strides"] = [tuple(n.meta["val"].stride()) for n in extracted.outputs]
+        results = tuple(argument(output, 0))
+        output.args = (results,)
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
+        output.meta["original_output_strides"] = strides or [tuple(fake(node).stride()) for node in results]
         with V.set_fake_mode(mode), tracing(TracingContext(mode)):
             compiled: Compiled = compile_fx_inner(decomposed, inputs)
     return compiled
@@ -154,7 +170,8 @@ def _compile(extracted: Extract) -> Compiled:
 
 def _like(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        on = device.get() or tensor.device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=on)
 
 
 def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
@@ -181,6 +198,7 @@ def _register(name: str, compiled: Compiled, extracted: Extract) -> None:
     _LIBRARY.define(f"{name}(Tensor[] inputs{state}) -> Tensor[]")
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nimblec::{name}", infer, lib=_LIBRARY)
+    COMPILED[_op(name)] = run
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -197,10 +215,10 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Give each result its own memory: generated code returns equal results once, and inputs as they are."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    taken = {tensor.untyped_storage()._cdata for tensor in inputs}
     separate = []
     for result in results:
-        own = result if result.untyped_storage().data_ptr() not in taken else result.clone()
-        taken.add(own.untyped_storage().data_ptr())
+        own = result if result.untyped_storage()._cdata not in taken else result.clone()
+        taken.add(own.untyped_storage()._cdata)
         separate.append(own)
     return separate

@@ -1,7 +1,7 @@
 """The arguments of `Executable.refit`: arrays for weights by name, checked before anything is written."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -50,7 +50,7 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
     known = replaceable(plan)
     for name in weights:
         if name not in known and not _is_counter(name):
-            raise InputError(_unknown(name, list(known)))
+            raise InputError(_unknown(name, weights, known, plan.refits))
     arrays = {name: _checked(known[name], weights[name], take) for name in weights if name in known}
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
@@ -79,16 +79,21 @@ def _is_counter(name: object) -> bool:
     return str(name).rpartition(".")[2] == "num_batches_tracked"
 
 
-def _unknown(name: object, known: list[str]) -> str:
+def _unknown(name: Any, weights: Mapping[str, Any], known: Mapping[str, Tensor], refits: Sequence[Program]) -> str:
+    """Say that the plan has no weight of this name, and which other weight of its shape may be meant."""
     if not known:
         return f"weight {name!r}: the plan has no weights that a refit replaces: compile with --refittable"
     from difflib import get_close_matches
 
-    meant = get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {meant[0]!r}? Else" if meant else "where the model has it,"
+    shape = getattr(weights[name], "shape", ())
+    alike = [other for other, tensor in known.items() if tensor.shape == tuple(shape) and other not in weights]
+    meant = get_close_matches(str(name), alike, n=1)
+    hint = f"did you mean {meant[0]!r}? Else" if meant else "the model may name it otherwise (see `weights`), or"
+    is_refittable = any(tensor.pointer.region is not Region.WEIGHTS for refit in refits for tensor in refit.inputs)
+    folded = "" if is_refittable else " it was folded or repacked (compile with --refittable), or"
     return (
-        f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint} it was folded or repacked "
-        "(compile with --refittable), or no output depends on it (leave it out)"
+        f"weight {name!r}: not one of the {len(known)} that the plan can replace; {hint}{folded} no output depends on "
+        "it (leave it out)"
     )
 
 

@@ -1,6 +1,7 @@
 """The CUDA backend: a program as an instantiated CUDA graph over device memory."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -31,9 +32,12 @@ _MOST_PREPARED = 64
 
 
 class CudaLoaded:
-    """Code and weights of a plan on one GPU, which its contexts share."""
+    """Code and weights of a plan on one GPU, which its contexts share.
 
-    def __init__(self, plan: Plan, device: int) -> None:
+    Weights are uploaded while ``verify_digest`` waits, and while the driver loads the code that it has verified.
+    """
+
+    def __init__(self, plan: Plan, device: int, verify_digest: Callable[[], object] = bool) -> None:
         driver.initialise()
         driver.check_device(plan.device, driver.describe(device))
         self.device, self.bodies = device, plan.bodies
@@ -44,9 +48,12 @@ class CudaLoaded:
             self.kernels = GatherKernels(context)
             self.uploader = Uploader(context)
             weights = allocate(context, plan.weights_nbytes)
-            upload_region(self.uploader, weights, plan.weights)
             self.weights: Bases = {(Region.WEIGHTS, 0): weights}
-            self.functions: Sequence[Handle] = graph.load_functions(context, plan.modules, plan.kernels)
+            with ThreadPoolExecutor(1, initializer=context.make_current) as thread:
+                uploading = thread.submit(upload_region, self.uploader, weights, plan.weights)
+                verify_digest()
+                self.functions: Sequence[Handle] = graph.load_functions(context, plan.modules, plan.kernels)
+                uploading.result()
             self.host_pool = BlockPool(Context(device), on_device=False)
             owned.callback(self.host_pool.close)
             self.device_pool = BlockPool(Context(device), on_device=True)

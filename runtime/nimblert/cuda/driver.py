@@ -4,10 +4,14 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, TypeAlias
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nimblert.errors import CudaError, DeviceMismatchError
-from nimblert.plan import Device
+from nimblert.stages import stage
+
+if TYPE_CHECKING:
+    from nimblert.plan import Device  # imported later: the GPU starts meanwhile
 
 _PARAM_BUFFER_POINTER = 1  # CU_LAUNCH_PARAM_BUFFER_POINTER
 _PARAM_BUFFER_SIZE = 2  # CU_LAUNCH_PARAM_BUFFER_SIZE
@@ -67,15 +71,49 @@ def initialise() -> None:
         raise DeviceMismatchError(f"this plan needs a GPU, and none can be used here (cuInit: {status.name})")
 
 
+@contextmanager
+def starting(ordinal: int) -> Iterator[None]:
+    """Start the driver and a GPU's primary context in a thread for the block, which may import what uses them.
+
+    Uses ctypes, as the bindings take a while to import. Errors are ignored: the calls of the block meet them again.
+    """
+    owned = ExitStack()
+    thread = Thread(target=_retain, args=(owned, ctypes.c_int(ordinal)), name="nimblert-start")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        owned.close()
+
+
+def _retain(owned: ExitStack, ordinal: ctypes.c_int) -> None:
+    """Retain a GPU's primary context until ``owned`` closes, or nothing where that fails."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        with stage("start the driver"):
+            failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+        if not failed:
+            with stage("start the GPU"):
+                failed = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    except (OSError, AttributeError):
+        return
+    if not failed:
+        owned.callback(cuda.cuDevicePrimaryCtxRelease_v2, device)
+
+
 def count() -> int:
     """Return the number of GPUs that CUDA shows."""
     return int(call("cuDeviceGetCount"))
 
 
-def describe(ordinal: int = 0) -> Device:
+def describe(ordinal: int = 0) -> "Device":
     """Return the GPU with this ordinal, and the CUDA version of its driver. Raises DeviceMismatchError without one."""
     if not 0 <= ordinal < (shown := count()):
         raise DeviceMismatchError(f"device {ordinal}: CUDA shows {shown} here, from 0 (CUDA_VISIBLE_DEVICES)")
+    from nimblert.plan import Device
+
     attribute = bindings().CUdevice_attribute
     device = call("cuDeviceGet", ordinal)
 
@@ -95,7 +133,7 @@ def memory_nbytes(ordinal: int) -> int:
     return int(call("cuDeviceTotalMem", call("cuDeviceGet", ordinal)))
 
 
-def check_device(needed: Device, found: Device) -> None:
+def check_device(needed: "Device", found: "Device") -> None:
     """Raise DeviceMismatchError unless the cubins of a plan made for ``needed`` run on ``found``.
 
     The compute capability must be equal: library cubins are built for one (sm_90a runs on no other).

@@ -25,6 +25,7 @@ from nimblert.plan import (
     While,
     Work,
 )
+from nimblert.stages import stage
 
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
@@ -95,6 +96,7 @@ class Crops(Protocol):
         """Add a crop to a graph, without edges, and return its node."""
 
 
+@stage("load the code")
 def load_functions(context: Context, modules: Sequence[Module], kernels: Sequence[Kernel]) -> list[Handle]:
     """Load the cubins, set the attributes of their kernels, and return a CUfunction for each kernel.
 

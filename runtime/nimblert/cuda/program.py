@@ -13,6 +13,7 @@ from nimblert.cuda.uploader import Uploader
 from nimblert.cuda.working import CudaWorking
 from nimblert.plan import Crop, Program, Work, pieces
 from nimblert.plan.dimensions import Shape
+from nimblert.stages import stage
 
 if TYPE_CHECKING:
     from nimblert.cuda.control import Control
@@ -53,9 +54,11 @@ class GraphProgram:
             from nimblert.cuda import crops  # few outputs are cropped
 
             self.crops = crops.Crops(program, context, self.kernels)
-        self._graph = self.instantiate(memory)
-        call("cuGraphUpload", self._graph, self._stream)
-        self.synchronize_stream(self._stream)
+        with stage("build the graph"):
+            self._graph = self.instantiate(memory)
+        with stage("upload the graph"):
+            call("cuGraphUpload", self._graph, self._stream)
+            self.synchronize_stream(self._stream)
 
     def instantiate(
         self,

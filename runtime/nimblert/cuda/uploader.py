@@ -11,6 +11,7 @@ import numpy as np
 from nimblert.cuda.driver import NO_TIMING, Context, Handle, call
 from nimblert.cuda.memory import DEFAULT_STREAM, host_bytes
 from nimblert.plan import Weight
+from nimblert.stages import stage
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,6 +78,7 @@ class Uploader:
         return threads
 
 
+@stage("upload")
 def upload_region(uploader: Uploader, base: int, contents: Iterable[Weight]) -> None:
     """Copy tensors to their places in the region at ``base``, and wait."""
     sources = ((weight.offset, np.frombuffer(weight.data, np.uint8)) for weight in contents if weight.data.nbytes)

@@ -13,6 +13,7 @@ from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
+from nimblert.stages import stage
 
 if TYPE_CHECKING:
     from nimblert.plan.signatures import Trust
@@ -155,9 +156,39 @@ def digest(image: memoryview) -> bytes:
     return sha256.digest()
 
 
-def verify_digest(image: memoryview, path: str) -> None:
-    """Raise PlanFormatError where the digest does not match the bytes; ``path`` is for the message."""
-    if digest(image) != image[-DIGEST_NBYTES:]:
+def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
+    """Return `Plan.digests`: SHA-256 of the FlatBuffer, whose own digest counts as zeros, and of unpacked segments.
+
+    Threads hash segments side by side, which one digest of the whole file does not permit.
+    """
+    # CPU plans load without this import where they are small.
+    from concurrent.futures import ThreadPoolExecutor
+
+    def hashed(content: memoryview) -> bytes:
+        # An empty memoryview of several dimensions cannot be cast.
+        return hashlib.sha256(content.cast("B") if content.nbytes else b"").digest()
+
+    own = plan.digests[:DIGEST_NBYTES]
+    contents = [memoryview(bytes(flatbuffer).replace(own, bytes(len(own)), 1)) if own else flatbuffer]
+    contents += [module.code for module in plan.modules]
+    contents += [weight.data for weight in (*plan.weights, *plan.state)]
+    contents += [part.file for part in plan.parts]
+    with ThreadPoolExecutor() as pool:
+        return b"".join(pool.map(hashed, contents))
+
+
+@stage("SHA-256")
+def verify_digest(image: memoryview, path: str, plan: Plan | None = None) -> None:
+    """Raise PlanFormatError where the bytes are not those that were written; ``path`` is for the message.
+
+    Compares the digest in the trailer or, where the decoded ``plan`` is given and has digests, these.
+    """
+    if plan is not None and plan.digests:
+        _, flatbuffer_nbytes, _, _ = TRAILER.unpack(image[-TRAILER.size :])
+        is_whole = digests(image[:flatbuffer_nbytes], plan) == plan.digests
+    else:
+        is_whole = digest(image) == image[-DIGEST_NBYTES:]
+    if not is_whole:
         raise PlanFormatError(f"{path}: was altered after it was written (SHA-256 differs); copy or compile it again")
 
 

@@ -8,10 +8,9 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
+from numbers import Integral
 from os import PathLike
 from typing import TypeAlias
-
-import numpy as np
 
 from nimblert.errors import InputError
 
@@ -512,6 +511,8 @@ class Plan:
     A FAT plan has ``parts``, plans of one interface for several machines, and the weights that several of them have,
     named by the hexadecimal digests by which parts refer to them.
 
+    ``digests`` are SHA-256 digests in a large file, as `nimblert.plan.container.digests` makes them.
+
     A plan that was read is a view of the bytes of its file; one that was made in memory, by `dataclasses.replace` too,
     has none.
     """
@@ -530,6 +531,7 @@ class Plan:
     refits: tuple[Program, ...] = ()
     bodies: tuple[Program, ...] = ()
     parts: tuple[Part, ...] = ()
+    digests: bytes = field(default=b"", repr=False, compare=False)
     image: memoryview | None = field(default=None, init=False, repr=False, compare=False)
     """The bytes of the file that the plan was read from; None where it was made or changed in memory."""
     saved_nbytes: int = field(default=0, init=False, repr=False, compare=False)
@@ -599,7 +601,7 @@ def _brief(tensor: Tensor | Weight) -> str:
 
 def is_integer(value: object) -> bool:
     """Return whether it is a number without a fraction, numpy's too; True is not one."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -308,6 +308,7 @@ TABLES = {
         Field("refits", "[Program]", (), (2, 1)),
         Field("bodies", "[Program]", (), (2, 2)),
         Field("parts", "[Part]", (), (2, 4)),
+        Field("digests", "[ubyte]", b"", (2, 4)),
     )),
 }  # fmt: skip
 """Every table of the schema, each behind those that it holds."""

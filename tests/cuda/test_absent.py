@@ -1,0 +1,161 @@
+"""Plans for GPUs that are not here, compiled where Triton is installed, and checked without running them."""
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from command_line import CommandLine
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import nimblert
+from nimblec.base.ir import Access, BufferKind
+from nimblec.base.options import TargetChoice
+from nimblec.cuda import compile as cuda_compile
+from nimblec.cuda.absent.buffers import BufferTable
+from nimblec.cuda.absent.target import find_gpu
+from nimblec.inspect.verification import Result, verify
+from nimblec.kernels.gpu import GPU, KNOWN
+from nimblert.check.verify import read_plan
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+needs_cuda_build = pytest.mark.skipif(
+    find_spec("triton") is None or torch.version.cuda is None, reason="needs PyTorch's CUDA build and Triton"
+)
+TARGETS = [target for target in get_args(TargetChoice) if target.startswith("sm_")]
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.SiLU(),
+            nn.MaxPool2d(2), nn.Conv2d(16, 32, 1), nn.Upsample(scale_factor=2),
+        )
+        self.norm = nn.LayerNorm(32)
+        self.joined = nn.Linear(32, 96)
+        self.steps = nn.LSTM(32, 16)
+        self.register_buffer("total", torch.zeros(1, 36, 32))
+
+    def forward(self, image):
+        rows = self.norm(self.images(image).flatten(2).transpose(1, 2))
+        heads = self.joined(rows).reshape(1, -1, 6, 16).transpose(1, 2)
+        seen = functional.scaled_dot_product_attention(*heads.chunk(3, 1))
+        self.total += torch.bmm(seen[0], seen[0].transpose(1, 2)).sum() + torch.cumsum(rows, 1)
+        states = self.steps(rows[:, :4])[0]
+        return self.total.softmax(-1), states, torch.zeros_like(states)
+
+def network():
+    torch.manual_seed(0)
+    return Network().eval(), (torch.randn(1, 3, 8, 8),)
+
+def grouped():
+    return nn.Conv2d(4, 4, 3, groups=2), (torch.randn(1, 4, 8, 8),)
+"""
+
+
+@pytest.fixture
+def command_line(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+def test_each_target_has_a_record() -> None:
+    assert [f"sm_{find_gpu(target).architecture}" for target in TARGETS] == TARGETS
+    assert len(KNOWN) == len(TARGETS)
+
+
+def test_options_of_other_plans_are_refused(tmp_path: Path, command_line: CommandLine) -> None:
+    given = ("compile", SAMPLES / "digits.onnx", "-o", tmp_path / "digits.plan", "--target")
+    assert "leave -O out" in command_line.refused(*given, "sm_90", "-O1")
+    assert "leave it out" in command_line.refused(*given, "sm_90", "--refittable")
+    assert "'sm_33' is not one of" in command_line.refused(*given, "sm_33")
+
+
+def test_missing_triton_is_named(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_compile, "find_spec", lambda _: None)
+    said = command_line.refused("compile", SAMPLES / "digits.onnx", "-o", tmp_path / "a.plan", "--target", "sm_80")
+    assert said.endswith("pip install triton")
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "target", [t if t == "sm_90" else pytest.param(t, marks=pytest.mark.slow) for t in TARGETS]
+)
+def test_network_compiles_for_absent_gpu(
+    target: str, tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels, generated ones, a product of two computed matrices, and state that is written in place."""
+    (tmp_path / "absent_network.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "network.plan"
+    how = ("--target", target, "--precision", "fp16", "--no-plan-cache", "--quiet")
+    command_line.prints("compile", "absent_network:network", "-o", output, *how)
+    checks = {check.name: check for check in verify(output)}
+    assert not [check for check in checks.values() if check.result is Result.FAILED]
+    plan = read_plan(output)
+    assert plan.device.compute_capability == find_gpu(target).capability
+    assert [tensor.name for tensor in plan.state if tensor.name] == ["total"]
+    assert {"convolution", "depthwise", "pool", "attention", "recurrence"} <= {kernel.symbol for kernel in plan.kernels}
+    assert plan.programs[0].golden is not None
+
+
+@pytest.mark.gpu
+def test_absent_plan_runs_on_its_gpu(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The golden record is the CPU's; state is written by two runs, as torch writes it."""
+    architecture = f"sm_{GPU.current().architecture}"
+    if architecture not in TARGETS:
+        pytest.skip(f"{architecture} has no record")
+    (tmp_path / "absent_here.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "network.plan"
+    how = ("--target", architecture, "--no-plan-cache", "--quiet")
+    command_line.prints("compile", "absent_here:network", "-o", output, *how)
+    checks = {check.name: check.result for check in verify(output)}
+    assert checks["golden"] is Result.PASSED
+    module = importlib.import_module("absent_here").network()[0]
+    image = torch.randn(1, 3, 8, 8)
+    with nimblert.load(output) as executable:
+        for _ in range(2):
+            found = executable.run({"image": image.numpy()}).values()
+            for output, expected in zip(found, module(image), strict=True):
+                torch.testing.assert_close(torch.from_numpy(output), expected.detach(), rtol=1e-2, atol=1e-3)
+
+
+@needs_cuda_build
+def test_call_of_a_library_is_named(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_grouped.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "grouped.plan"
+    how = ("--target", "sm_90", "--no-plan-cache", "--quiet")
+    said = command_line.refused("compile", "absent_grouped:grouped", "-o", output, *how)
+    assert "only a library's kernel computes it" in said
+    assert not output.exists()
+
+
+def test_buffer_table_knows_views_by_their_storage() -> None:
+    table = BufferTable()
+    with FakeTensorMode():
+        weight = torch.empty(4, 8, device="cuda")
+        result = torch.empty(4, 8, dtype=torch.float16, device="cuda")
+    value = torch.arange(32.0).reshape(4, 8)
+    table.add_constant(weight, value, "weight", is_state=False)
+    output = table.add_output("y", result[:, 2:])
+    assert (output.offset, output.strides) == (4, (8, 1))
+    assert list(table.accesses(weight[1])) == [Access(buffer=0, offset=32, nbytes=32)]
+    constant, written = table.buffers([1])
+    assert (constant.kind, written.kind) == (BufferKind.CONSTANT, BufferKind.OUTPUT)
+    assert constant.data is not None
+    assert bytes(constant.data) == value.numpy().tobytes()
+    assert table.buffers([0])[0].kind is BufferKind.STATE

@@ -1,0 +1,117 @@
+"""LSTM and GRU layers as launches of one kernel: what is taken, the values, and the blocks that must be resident."""
+
+from typing import Any
+
+import pytest
+import torch
+from rewriting import assert_same, check, counts, run
+from torch import Tensor, fx, nn
+
+from nimblec.graph.rewriter import bound, fake
+from nimblec.kernels.gpu import KNOWN, SM_90
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
+from nimblec.kernels.products.recurrence_rewrite import RECURRENCE, requests
+from nimblec.kernels.products.recurrence_tilings import Recurrence, RecurrenceTiling, recurrence_candidates
+from nimblec.optimize import optimize
+from nimblec.pytorch.aten_graph import trace
+
+STEPS, BATCH, WIDTH, HIDDEN = 5, 3, 8, 16
+
+KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any], int]] = {
+    "lstm": (nn.LSTM, {}, 1),
+    "two layers, both directions": (nn.LSTM, {"num_layers": 2, "bidirectional": True}, 2),
+    "without biases, batch first": (nn.LSTM, {"bias": False, "batch_first": True, "num_layers": 3}, 3),
+    "gru": (nn.GRU, {"batch_first": True}, 1),
+    "gru, two layers, both directions": (nn.GRU, {"num_layers": 2, "bidirectional": True}, 2),
+    "gru without biases": (nn.GRU, {"bias": False}, 1),
+    "projections": (nn.LSTM, {"proj_size": 4}, 0),
+    "tanh": (nn.RNN, {}, 0),
+}
+
+
+def _graph(name: str, dtype: torch.dtype, *, given: bool) -> tuple[fx.GraphModule, list[Tensor]]:
+    torch.manual_seed(0)
+    kind, settings, _ = KINDS[name]
+    network = kind(WIDTH, HIDDEN, **settings).eval().to(dtype)
+    x = torch.randn((BATCH, STEPS, WIDTH) if network.batch_first else (STEPS, BATCH, WIDTH), dtype=dtype)
+    layers = network.num_layers * (2 if network.bidirectional else 1)
+    h, c = (torch.randn(layers, BATCH, size, dtype=dtype) for size in (network.proj_size or HIDDEN, HIDDEN))
+    state = (h, c) if kind is nn.LSTM else h
+    module = trace(network, (x, state) if given else (x,)).module
+    return optimize(module, device="cuda"), [x, *([h, c] if kind is nn.LSTM else [h])] if given else [x]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_are_launches_of_the_same_values(name: str, given: bool) -> None:
+    module, inputs = _graph(name, torch.float32, given=given)
+    before, expected = counts(module), run(module, *inputs)
+    RECURRENCE.use_first(module, SM_90)
+    check(module)
+    launches = [node for node in module.graph.nodes if node.target in {lstm_layer, gru_layer}]
+    assert len(launches) == KINDS[name][2]
+    assert counts(module) == before if not launches else not {*counts(module)} & {*before}
+    for result, wanted in zip(run(module, *inputs), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+        assert result.stride() == wanted.stride()
+    initial = [bound(node)[state] for node in launches for state in ("h", "c") if state in bound(node)]
+    assert all((state is not None) == given for state in initial)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_layers_hand_on_rounded_states(name: str) -> None:
+    module, inputs = _graph(name, torch.float16, given=True)
+    after = fx.GraphModule(module, module.graph.__deepcopy__())
+    RECURRENCE.use_first(after, SM_90)
+    assert {fake(node).dtype for node in after.graph.nodes if isinstance(node.meta.get("val"), Tensor)} == {torch.half}
+    assert_same(module, after, *inputs, rtol=5e-3)
+
+
+def test_a_call_for_timing_is_like_that_of_a_layer() -> None:
+    """Choice in context finds the launches of a request by this likeness."""
+    module, _ = _graph("two layers, both directions", torch.float32, given=True)
+    (request,) = requests(module)
+    (tiling, *_) = RECURRENCE.tilings(request, SM_90)
+    timed = RECURRENCE.call(request, tiling, "late").job()
+    RECURRENCE.use_first(module, SM_90)
+    for node in module.graph.nodes:
+        if node.target is lstm_layer:
+            args = fx.map_arg(tuple(node.args), lambda n: fake(n).to("meta"))
+            assert launch_of(lstm_layer, *args).job == timed
+
+
+def _shape(hidden: int, batch: int, directions: int, **others: int) -> Recurrence:
+    given = {"gates": 4, "steps": 8, "itemsize": 4} | others
+    return Recurrence(hidden=hidden, batch=batch, directions=directions, **given)
+
+
+@pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: str(gpu.architecture))
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("hidden", [48, 64, 200, 512, 1024])
+def test_candidates_are_resident_at_once(hidden: int, batch: int, directions: int, gpu: Any) -> None:
+    """A multiprocessor has 65,536 registers; with 255 of them a thread, those of a warp take 8,192."""
+    for itemsize in (2, 4):
+        for tiling in recurrence_candidates(_shape(hidden, batch, directions, itemsize=itemsize), gpu):
+            warps = tiling.num_warps * tiling.blocks(_shape(hidden, batch, directions))
+            assert warps * 8192 <= gpu.multiprocessors * 65536
+            assert hidden % tiling.units == batch % tiling.rows == 0
+
+
+def test_candidates_cover_the_usual_sizes_and_no_larger_ones() -> None:
+    assert all(recurrence_candidates(_shape(hidden, 16, 1), SM_90) for hidden in (64, 128, 256, 512))
+    assert recurrence_candidates(_shape(1024, 1, 1), SM_90)
+    assert not recurrence_candidates(_shape(2048, 1, 1), SM_90)
+    assert not recurrence_candidates(_shape(51, 1, 1), SM_90)
+
+
+def test_no_element_is_written_before_the_launch() -> None:
+    gates, weight = torch.zeros(2, 1, 64), torch.zeros(1, 64, 16)
+    tiling = RecurrenceTiling(units=4, rows=1, num_warps=1)
+    launch = launch_of(lstm_layer, gates, weight, None, None, tiling.numbers)
+    y = launch.pointers["y_ptr"]
+    assert y is not None
+    assert y.dtype == torch.float32
+    assert (y.view(torch.int32) == -1).all()
+    assert launch.settings["launch_cooperative_grid"]
