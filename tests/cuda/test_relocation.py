@@ -1,5 +1,7 @@
 """Pointers told from numbers by their words in two captures; no GPU is needed for that."""
 
+import ctypes
+import mmap
 import struct
 from collections.abc import Collection
 from functools import partial
@@ -238,3 +240,14 @@ def test_the_names_of_a_generated_kernel_tell_what_it_writes() -> None:
     reads, writes = accesses(names, {"table_ptr"}, (a, b, c, d, 16))
     assert [id(t) for t in reads] == [id(a), id(c), id(d)]
     assert [id(t) for t in writes] == [id(b), id(c), id(d)]
+
+
+def test_reserved_addresses_are_numbers() -> None:
+    """CUDA reserves terabytes without access, where pairs of 32-bit numbers lie."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    reserved = libc.mmap(None, ctypes.c_size_t(1 << 20), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    memory = foreign.ForeignMemory()
+    assert not memory.is_of_process(reserved)
+    assert memory.is_of_process(ctypes.addressof(ctypes.create_string_buffer(1 << 20)))
+    libc.munmap(ctypes.c_void_p(reserved), ctypes.c_size_t(1 << 20))

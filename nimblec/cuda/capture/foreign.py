@@ -38,7 +38,7 @@ class ForeignMemory:
         return self._known[address]
 
     def is_of_process(self, address: int) -> bool:
-        """Return whether an address lies in memory that this process reads: its heap, a stack, a library.
+        """Return whether an address lies in memory of this process: its heap, a stack, a library's variables.
 
         CUDA reserves most addresses without access, and a pair of numbers looks like one of those.
         """
@@ -48,7 +48,7 @@ class ForeignMemory:
     @cached_property
     def _mapped(self) -> list[tuple[int, int]]:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        ranges = (line.partition(" ")[0].split("-") for line in lines if " r" in line and "/dev/" not in line)
+        ranges = (line.partition(" ")[0].split("-") for line in lines if " rw-p " in line)
         return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
     def content(self, index: int) -> memoryview:

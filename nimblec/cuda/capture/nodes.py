@@ -6,12 +6,10 @@ from functools import cache
 from typing import TypeAlias
 
 from nimblec.base.errors import UnsupportedModelError
-from nimblert.cuda.driver import Handle, bindings, call
-from nimblert.errors import CudaError
+from nimblert.cuda.driver import Handle, bindings, call, parameter_layout
 from nimblert.plan import Dim3, Parameter
 
 _PARAM_BUFFER_POINTER, _PARAM_BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
-_MAX_PARAMETERS = 4096
 _PROGRAMMATIC_PORT = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
 
 
@@ -149,7 +147,7 @@ def _describe(func: int, kern: int) -> Function:
         function = driver.CUfunction(func)
     return Function(
         symbol=call("cuFuncGetName", function).decode(),
-        parameters=_read_layout(function),
+        parameters=tuple(Parameter(offset=offset, nbytes=nbytes) for offset, nbytes in parameter_layout(function)),
         module=int(call("cuFuncGetModule", function)),
         library=library,
     )
@@ -161,20 +159,6 @@ def kernels_of(module: int) -> frozenset[str]:
     count = call("cuModuleGetFunctionCount", handle)
     functions = call("cuModuleEnumerateFunctions", count, handle)
     return frozenset(call("cuFuncGetName", function).decode() for function in functions)
-
-
-def _read_layout(function: Handle) -> tuple[Parameter, ...]:
-    parameters = []
-    for index in range(_MAX_PARAMETERS):
-        # The driver has no call for the number of parameters: it refuses the first index beyond them.
-        try:
-            offset, nbytes = call("cuFuncGetParamInfo", function, index)
-        except CudaError as exc:
-            if exc.result != "CUDA_ERROR_INVALID_VALUE":
-                raise
-            break
-        parameters.append(Parameter(offset=offset, nbytes=nbytes))
-    return tuple(parameters)
 
 
 def _read_params(layout: tuple[Parameter, ...], kernel_params: int, extra: int) -> bytes:

@@ -1,6 +1,7 @@
 """How a recurrent layer is divided into blocks, all of which must be resident, and the candidates for a GPU."""
 
 from dataclasses import dataclass
+from math import log2
 
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.images import ALIGNMENT_NBYTES
@@ -64,7 +65,7 @@ class RecurrenceTiling(NumberedTiling):
 
 
 def recurrence_candidates(shape: Recurrence, gpu: GPU, *, limit: int = 6) -> list[RecurrenceTiling]:
-    """Return at most ``limit`` tilings, the best first: those with the least work in a thread, then in few blocks."""
+    """Return at most ``limit`` tilings, the best first: those closest to 8 units and 4 warps, the fastest on an H200."""
     found = [
         RecurrenceTiling(units=units, rows=rows, num_warps=num_warps)
         for units in (2, 4, 8, 16, 32)
@@ -75,6 +76,7 @@ def recurrence_candidates(shape: Recurrence, gpu: GPU, *, limit: int = 6) -> lis
     ]
 
     def cost(tiling: RecurrenceTiling) -> tuple[float, list[int]]:
-        return tiling.registers(shape) * tiling.rows + tiling.blocks(shape) / 8, tiling.numbers
+        apart = abs(log2(tiling.units / 8)) + abs(log2(tiling.num_warps / 4))
+        return apart + tiling.registers(shape) * tiling.rows / 10_000, tiling.numbers
 
     return sorted((tiling for tiling in found if tiling.fits(shape, gpu)), key=cost)[:limit]

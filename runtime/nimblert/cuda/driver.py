@@ -1,13 +1,14 @@
 """The CUDA driver: the one module that imports its bindings, and the checks of its results."""
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nimblert.errors import CudaError, DeviceMismatchError
+from nimblert.errors import CudaError, DeviceMismatchError, PlanInvalidError
 from nimblert.stages import stage
 
 if TYPE_CHECKING:
@@ -166,6 +167,37 @@ class PackedParameters:
     def replace(self, params: bytes) -> None:
         """Overwrite the first bytes."""
         ctypes.memmove(self._buffer, params, len(params))
+
+
+class SeparateParameters:
+    """The same parameters as an array of pointers: the driver takes no buffer of a cooperative kernel (cuda.h).
+
+    Raises PlanInvalidError where the kernel has parameters beyond the buffer.
+    """
+
+    def __init__(self, function: Handle, params: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(params, max(len(params), 1))
+        begin, places = ctypes.addressof(self._buffer), []
+        for offset, nbytes in parameter_layout(function):
+            if offset + nbytes > len(params):
+                raise PlanInvalidError([f"cooperative launch: {len(params)} bytes of parameters, its kernel has more"])
+            places.append(begin + offset)
+        self._pointers = (ctypes.c_void_p * max(len(places), 1))(*places)
+        self.kernel_params = ctypes.addressof(self._pointers)
+        """The address for the ``kernelParams`` of a launch, valid as long as this object lives."""
+
+
+def parameter_layout(function: Handle) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the size of each parameter of a kernel."""
+    for index in itertools.count():
+        # The driver has no call for the number of parameters: it refuses the first index beyond them.
+        try:
+            offset, nbytes = call("cuFuncGetParamInfo", function, index)
+        except CudaError as exc:
+            if exc.result != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return
+        yield offset, nbytes
 
 
 class Context:

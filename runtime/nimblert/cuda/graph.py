@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from nimblert.cuda.driver import Context, Handle, PackedParameters, bindings, call, release
+from nimblert.cuda.driver import Context, Handle, PackedParameters, SeparateParameters, bindings, call, release
 from nimblert.cuda.memory import DeviceMemory
 from nimblert.plan import (
     Command,
@@ -189,7 +189,12 @@ def add_command(
 
 
 def add_kernel(
-    graph: Handle, function: Handle, grid: Dim3, block: Dim3, params: PackedParameters, smem_nbytes: int = 0
+    graph: Handle,
+    function: Handle,
+    grid: Dim3,
+    block: Dim3,
+    params: PackedParameters | SeparateParameters,
+    smem_nbytes: int = 0,
 ) -> Handle:
     """Add a kernel's launch to a graph, without edges, and return its node."""
     node_params = bindings().CUDA_KERNEL_NODE_PARAMS()
@@ -197,14 +202,17 @@ def add_kernel(
     node_params.gridDimX, node_params.gridDimY, node_params.gridDimZ = grid
     node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = block
     node_params.sharedMemBytes = smem_nbytes
-    node_params.extra = params.extra
+    if isinstance(params, PackedParameters):
+        node_params.extra = params.extra
+    else:
+        node_params.kernelParams = params.kernel_params
     return call("cuGraphAddKernelNode", graph, None, 0, node_params)
 
 
 def _add_launch(graph: Handle, launch: Launch, function: Handle, params: bytearray) -> Handle:
     driver = bindings()
-    packed = PackedParameters(bytes(params))
-    node = add_kernel(graph, function, launch.grid, launch.block, packed, launch.dynamic_smem_nbytes)
+    given = SeparateParameters(function, bytes(params)) if launch.cooperative else PackedParameters(bytes(params))
+    node = add_kernel(graph, function, launch.grid, launch.block, given, launch.dynamic_smem_nbytes)
     if any(launch.cluster):
         value = driver.CUkernelNodeAttrValue()
         value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = launch.cluster
