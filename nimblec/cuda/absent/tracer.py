@@ -22,6 +22,7 @@ from nimblec.graph.state import slots
 from nimblec.graph.writes import written_positions
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops, prepared
+from nimblec.kernels.products.parts import IMPLEMENTATIONS
 from nimblec.optimize.passes import inductor
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.outputs import name_outputs
@@ -35,6 +36,9 @@ _ALLOCATIONS = frozenset({
     aten.new_empty_strided.default,
 })  # fmt: skip
 
+
+_COPIES = frozenset({aten.clone.default, aten.copy_.default})
+"""Calls that generated code may be surrounded by, where it lays out a result otherwise than was inferred."""
 
 _FILLS: dict[Any, int | None] = {
     aten.zeros.default: None,
@@ -94,12 +98,15 @@ class Tracer(TorchDispatchMode):
                 made = prepared(func, *args, **kwargs)
             self._launch_template(func, args, kwargs, made)
             return made.results
+        if func in IMPLEMENTATIONS:
+            with self:
+                return IMPLEMENTATIONS[func](*args)
         if func in inductor.COMPILED:
             return self._run_generated(str(func), inductor.COMPILED[func], args)
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
             return result
-        if self._inside:
+        if self._inside and (func not in _COPIES or self._inside == str(func)):
             raise UnsupportedModelError(self.refusal(self._inside))
         return self._generate(func, args, kwargs, result)
 
@@ -183,7 +190,7 @@ class Tracer(TorchDispatchMode):
         """Add a copy or fill as a command, if the call is one of tensors alike and without gaps."""
         if func in _FILLS:
             return self._fills(str(func), result, 0 if _FILLS[func] is None else args[_FILLS[func] or 0])
-        if func is not aten.clone.default and func is not aten.copy_.default:
+        if func not in _COPIES:
             return False
         target, source = (result, args[0]) if func is aten.clone.default else args[:2]
         if not _lie_alike(target, source):

@@ -84,6 +84,9 @@ class _Worker:
         with reports.stage("run on the CPU"):
             programs = zip(plan.programs, rewritten, originals.values(), strict=True)
             plan = replace(plan, programs=tuple(self._with_golden(*each) for each in programs))
+        if request.options.sizes:
+            names = ", ".join(name for name, _ in request.options.sizes)
+            reports.note([f"{names}: calls of other sizes are refused: only runs on the GPU show which can be padded"])
         with reports.stage("write"):
             encoder.write(plan, request.output)
 

@@ -4,7 +4,7 @@ A concatenation is memory for the whole, a `place` call for each part of it, and
 `joined`. Only `place` launches anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,3 +33,5 @@ place: OpOverload = torch.ops.nimblec.place.default
 """Copy a part to its place in the whole."""
 joined: OpOverload = torch.ops.nimblec.joined.default
 """The first ``channels`` of the whole, after all parts have been written."""
+IMPLEMENTATIONS: dict[OpOverload, Callable[..., Tensor]] = {place: _place, joined: _joined}
+"""The same in ATen calls."""
