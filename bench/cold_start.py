@@ -9,8 +9,8 @@ torch exports (--cpu alone). A first process, which is not counted, writes bytec
 where PYTHONDONTWRITEBYTECODE is set. Nothing else should run meanwhile.
 
 "seconds" runs from before a process starts until its output is an array on the host, in the stages "python", "import",
-"load" and "run"; "load_ms" are the stages of a plan's load, in the median run, as `nimblec run --profile-load` has
-them. In a plan's process numpy is imported by the load, while the GPU starts, and again costs nothing.
+"load" and "run"; "load_ms" are those of a plan's load, as `nimblec run --profile-load` prints them. A plan's process
+imports numpy within the load.
 """
 
 import argparse

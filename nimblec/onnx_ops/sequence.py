@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nimblec.onnx_ops.axes import axis_of
 from nimblec.onnx_ops.creation import dtype_of
+from nimblec.onnx_ops.indexing import gather
 from nimblec.onnx_ops.table import Known, Refused, op
 
 
@@ -34,9 +36,12 @@ def length(input_sequence: list[Tensor]) -> Tensor:
 
 
 @op("SequenceAt", since=11)
-def item_at(input_sequence: list[Tensor], position: int) -> Tensor:
-    place = _place(position, len(input_sequence), 0)
-    return input_sequence[place]
+def item_at(input_sequence: list[Tensor], position: Tensor) -> Tensor:
+    if not isinstance(position, FakeTensor):
+        return input_sequence[_place(int(position), len(input_sequence), 0)]
+    if len({(tensor.shape, tensor.dtype) for tensor in input_sequence}) != 1:
+        raise Refused("its position is computed while the model runs, and the tensors differ in shape or dtype")
+    return gather(torch.stack(input_sequence), position)
 
 
 @op("SequenceInsert", since=11)

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib import import_module
 from operator import call
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +82,13 @@ def load(
             # The GPU takes longer to start than the imports and checks below.
             started.enter_context(driver.starting(device))
         with stage("import"):
-            from nimblert.executable import Executable
             from nimblert.plan import Plan, Target, container
             from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
         limits = DEFAULT_LIMITS if limits is None else limits
         if not isinstance(limits, Limits):
             raise InputError(f"limits: got {type(limits).__name__}, expected a nimblert.Limits")
-        make = partial(
-            _made, Executable, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits
-        )
+        make = partial(_made, device=device, arena=arena, threads=threads, poison=poison, warm=warm, limits=limits)
         trust = _trust(trusted_keys, signature)
         if isinstance(plan, Plan) and plan.target is Target.FAT and trust is None:
             plan = plan.stored()
@@ -157,7 +155,12 @@ def _on_gpu(
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as started:
         # Futures in variables would form cycles with their errors, and keep a refused file mapped.
-        digests, checks = (pool.map(call, [task]) for task in (verify_digest, check))
+        digests = pool.map(call, [verify_digest])
+        with stage("import numpy and the rest"):
+            # `make` needs both. Threads that import side by side take longer.
+            for module in ("nimblert.executable", "nimblert.cuda.backend"):
+                import_module(module)
+        checks = pool.map(call, [check])
         try:
             started.enter_context(closing(_start_device(needed, ordinal)))
             selected = next(checks)
@@ -243,10 +246,10 @@ def _start_device(needed: "Device", ordinal: int) -> "driver.Context":
         return driver.Context(ordinal)
 
 
-def _made(
-    kind: "type[Executable]", plan: "Plan", *, warm: bool, choice: str = "", **options: Any
-) -> "Executable":
-    executable = kind(plan, **options)
+def _made(plan: "Plan", *, warm: bool, choice: str = "", **options: Any) -> "Executable":
+    from nimblert.executable import Executable
+
+    executable = Executable(plan, **options)
     executable.choice = choice
     if warm:
         try:

@@ -301,3 +301,11 @@ def test_size_that_nothing_bounds_is_refused() -> None:
     model = model_of("o = Range (zero, n, one)  y = ReduceSum (o)", "(int64 n) => (y)")
     with pytest.raises(UnsupportedModelError, match=r"Range '-> o'.* nothing bounds it"):
         import_model(model)
+
+
+def test_item_of_a_sequence_at_a_computed_position() -> None:
+    body = "q = SequenceConstruct (x, t) y = SequenceAt (q, i)"
+    draws = [{"x": np.ones(3, np.float32), "t": np.zeros(3, np.float32), "i": np.array(i)} for i in (0, 1, -1)]
+    agree(model_of(body, "(float[3] x, float[3] t, int64 i) => (float[3] y)"), draws)
+    with pytest.raises(UnsupportedModelError, match="the tensors differ in shape or dtype"):
+        import_model(model_of(body, "(float[3] x, float[4] t, int64 i) => (float[n] y)"))

@@ -66,7 +66,7 @@ def test_every_public_name_can_be_imported() -> None:
 @on_host
 def test_load_starts_the_gpu_early_and_releases_it(host: HostDriver, library: FakeLibrary, tmp_path: Path) -> None:
     encoder.write(copying((4, 2, 3, 1), ORDERS["contiguous"]), tmp_path / "cuda.plan")
-    with nimblert.load(tmp_path / "cuda.plan") as model:
+    with nimblert.load(tmp_path / "cuda.plan", device=np.int64(1)) as model:  # type: ignore[arg-type]
         assert library.calls == STARTED
         x = np.arange(24, dtype=np.float32).reshape(4, 2, 3, 1)
         np.testing.assert_array_equal(model(x), x)

@@ -51,7 +51,9 @@ def test_inputs_that_disagree_about_a_dimension_are_named() -> None:
 
 
 BY_BATCH = "and 'main' has programs for batch=1, 4: give"
+LISTED = "one of these, or compile with --dim"
 BY_SEQUENCE = "and 'main' has programs for sequence=8, 16, 32, 64, 128: give"
+LONGER = f"{BY_SEQUENCE} {LISTED}"
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,8 @@ BY_SEQUENCE = "and 'main' has programs for sequence=8, 16, 32, 64, 128: give"
     [
         (Fit.SPLIT, Fit.PADDED, (20, 129), f"'sequence' is 129 at axis 1, {BY_SEQUENCE} 1 to 128"),
         (Fit.PADDED, Fit.PADDED, (5, 129), f"'batch' is 5 at axis 0, {BY_BATCH} 1 to 4"),
-        (Fit.EXACT, Fit.PADDED, (3, 100), f"'batch' is 3 at axis 0, {BY_BATCH} one of these"),
-        (Fit.SPLIT, Fit.EXACT, (20, 100), f"'sequence' is 100 at axis 1, {BY_SEQUENCE} one of these"),
+        (Fit.EXACT, Fit.PADDED, (3, 100), f"'batch' is 3 at axis 0, {BY_BATCH} {LISTED} batch=3 among them"),
+        (Fit.SPLIT, Fit.EXACT, (20, 100), f"'sequence' is 100 at axis 1, {LONGER} sequence=100 among them"),
         (Fit.SPLIT, Fit.SPLIT, (20, 0), f"'sequence' is 0 at axis 1, {BY_SEQUENCE} 1 to 128"),
         (
             Fit.SPLIT,
@@ -100,7 +102,7 @@ def test_many_programs_of_many_inputs_make_no_long_message() -> None:
     many = [program((), {"rows": n}, {**dict.fromkeys(names, (n, 64)), "mask": (2 * n,)}) for n in range(1, 129)]
     assert refused(many, *[(200, 64)] * 60, (2,)) == (
         "input 'key_value_cache.0': 'rows' is 200 at axis 0, and 'main' has programs for "
-        "rows=1, 2, 3, 4, 5, 6, ..., 128: give one of these"
+        "rows=1, 2, 3, 4, 5, 6, ..., 128: give one of these, or compile with --dim rows=200 among them"
     )
     assert refused(many, *[(1, 64)] * 60, (3,)) == (
         "input 'mask': shape (3,), expected (2 or 4 or 6 or 8 or 10 or 12 or ... or 256,)"

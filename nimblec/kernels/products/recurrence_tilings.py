@@ -65,7 +65,7 @@ class RecurrenceTiling(NumberedTiling):
 
 
 def recurrence_candidates(shape: Recurrence, gpu: GPU, *, limit: int = 6) -> list[RecurrenceTiling]:
-    """Return at most ``limit`` tilings, the best first: those closest to 8 units and 4 warps, the fastest on an H200."""
+    """Return at most ``limit`` tilings, first those close to 8 units and 4 warps, which are fastest on an H200."""
     found = [
         RecurrenceTiling(units=units, rows=rows, num_warps=num_warps)
         for units in (2, 4, 8, 16, 32)

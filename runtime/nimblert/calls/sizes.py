@@ -202,6 +202,8 @@ def _wrong_size(entry: str, programs: Sequence[Program], axes: Axes, shapes: Sha
         if size in fits or 0 < size < most:
             continue
         way = f"1 to {most}" if most else "one of these"
+        if not most and size > 0:
+            way += f", or compile with --dim {dimension}={size} among them"
         sentence = (
             f"input {name!r}: {dimension!r} is {size} at axis {axis}, and {entry!r} has programs for "
             f"{dimension}={', '.join(_some(fits))}: give {way}"

@@ -79,7 +79,7 @@ def starting(ordinal: int) -> Iterator[None]:
     Uses ctypes, as the bindings take a while to import. Errors are ignored: the calls of the block meet them again.
     """
     owned = ExitStack()
-    thread = Thread(target=_retain, args=(owned, ctypes.c_int(ordinal)), name="nimblert-start")
+    thread = Thread(target=_retain, args=(owned, ctypes.c_int(int(ordinal))), name="nimblert-start")
     thread.start()
     try:
         yield
