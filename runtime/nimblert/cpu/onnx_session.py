@@ -291,7 +291,8 @@ class SessionCache:
                 limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
                 raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
             large = [self._code(launch.kernel).is_large for launch in launches.values()]
-            pools = streams.pools(large, program.stream_count, self._threads)
+            is_only = len(self._plan.programs) == 1
+            pools = streams.pools(large, program.stream_count, self._threads, is_only=is_only)
             self._pools[id(program)] = program, dict(zip(launches, pools, strict=True))
         return self._pools[id(program)][1]
 

@@ -207,11 +207,16 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
     return count, processors
 
 
-def pools(large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]]) -> tuple[Pool, ...]:
-    """Return a pool for each session of a program, given whether several threads run it faster."""
+def pools(
+    large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]], *, is_only: bool = True
+) -> tuple[Pool, ...]:
+    """Return a pool for each session of a program, given whether several threads run it faster.
+
+    ``is_only``: the plan has no other program, whose cores threads would take that spin after a run.
+    """
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
-    waiting = Waiting.SPINNING if sum(large) == 1 else Waiting.SPINNING_IN_RUNS
+    waiting = Waiting.SPINNING if is_only and sum(large) == 1 else Waiting.SPINNING_IN_RUNS
     divided = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
     pool = divided if each > 1 else Pool()
     return tuple(pool if one else Pool() for one in large)
