@@ -152,8 +152,7 @@ def _sources() -> dict[str, str]:
 def _packages() -> list[list[str]]:
     """Return the path of each installed package, and its metadata, which list the digests of its files."""
     found = []
-    # Of two versions, Python imports the first on the path.
-    for folder in dict.fromkeys(sys.path):
+    for folder in _folders():
         found += sorted(
             [
                 str(package.locate_file("")),
@@ -162,6 +161,15 @@ def _packages() -> list[list[str]]:
             for package in metadata.distributions(path=[folder])
         )
     return found
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """Return the folders of packages as they were at first: importing setuptools adds one to the path.
+
+    Of two versions of a package Python imports the first on the path.
+    """
+    return tuple(dict.fromkeys(sys.path))
 
 
 def _machine(target: Target, options: Options) -> list[object]:

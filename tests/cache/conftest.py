@@ -34,3 +34,4 @@ def changing_software(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test change what is installed, as a new process for the key each time."""
     monkeypatch.setattr(plan_key, "_software", _software)
     monkeypatch.setattr(plan_key, "_software_at_first", _software)
+    monkeypatch.setattr(plan_key, "_folders", plan_key._folders.__wrapped__)

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_plan_key_holds_packages(
             install(one, "2.2")
             seen.add(key_of(model, options))
     assert len(seen) == 1 + 3 + 1 + 3 + 3
+
+
+def test_a_folder_that_an_import_adds_to_the_path_changes_no_key(
+    tmp_path: Path, model: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As importing setuptools does, which torch may do after the first key of a process."""
+    software = plan_key._software_at_first.__wrapped__
+    monkeypatch.setattr(plan_key, "_software", software)
+    monkeypatch.setattr(plan_key, "_software_at_first", cache(software))
+    before = key_of(model, options)
+    install(tmp_path / "vendored", "2.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "vendored")])
+    assert key_of(model, options) == before is not None
 
 
 @pytest.mark.usefixtures("changing_software")
