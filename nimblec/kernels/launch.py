@@ -122,7 +122,7 @@ def ops() -> frozenset[OpOverload]:
 
 def is_unaligned(tensor: Tensor) -> bool:
     """Return whether a tensor's first element is not at a multiple of 16 bytes, which Triton would rely on."""
-    return tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_NBYTES != 0
+    return bool(tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_NBYTES)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -135,7 +135,7 @@ def seeing_launches(launched: Launched) -> Iterator[None]:
         yield
 
 
-def _grid(meta: dict[str, Any], tiling: Any, given: dict[str, Any]) -> Dim3:
+def _grid(meta: Any, tiling: Any, given: dict[str, Any]) -> Dim3:
     """Return the grid that Inductor's launcher computes from a kernel's arguments."""
     from torch._inductor.runtime.triton_heuristics import GridExpr
 
