@@ -6,7 +6,7 @@ implementation on the CPU. On a GPU the launch is run; on meta tensors it names 
 inference uses the results alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -99,10 +99,10 @@ def launch_of(op: OpOverload, *args: Any, **kwargs: Any) -> Launch:
     return prepared(op, *args, **kwargs).launch
 
 
-def jobs(module: fx.GraphModule) -> list[Job]:
-    """Return the jobs that compile the launches of a graph, each once."""
+def jobs(nodes: Iterable[fx.Node]) -> list[Job]:
+    """Return the jobs that compile the launches among the calls of a graph, each once."""
     found: dict[str, Job] = {}
-    for node in module.graph.nodes:
+    for node in nodes:
         if node.target in ops():
             args, kwargs = fx.map_arg((tuple(node.args), dict(node.kwargs)), _as_meta)
             job = launch_of(node.target, *args, **kwargs).job

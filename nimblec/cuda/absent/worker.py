@@ -101,18 +101,18 @@ class _Worker:
         from nimblec.optimize.pipeline import Runs, Setting
 
         options, gpu = self._request.options, self._gpu
-        report = (lambda step: self._reports.note([str(step)])) if options.print_passes else None
+        tell = (lambda step: self._reports.note([str(step)])) if options.print_passes else None
         inductor.device.set("cuda")
         with self._reports.stage("optimize"):
             setting = Setting(
                 device="cuda", dtype=half(options.precision), use=o2.first(gpu, TimingCache(options.timing_cache))
             )
-            runs = Runs(original, setting, report)
+            runs = Runs(original, setting, tell)
             rewrites, *others = o2.TRITON_NORMS.pipelines
             pipelines = (rewrites, LAYOUT, *others)
             kernels, final = runs(*pipelines[:-1]), runs(*pipelines)
         with self._reports.stage("compile kernels"):
-            compile_all(jobs(final.module), gpu=gpu)
+            compile_all(jobs(final.module.graph.nodes), gpu=gpu)
         with self._reports.stage("trace"):
             graph = trace(final, gpu)
         with self._reports.stage("schedule"):

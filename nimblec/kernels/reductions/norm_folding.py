@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, times_read
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
-from nimblec.kernels.call import Call
 from nimblec.kernels.compiling import Compile
+from nimblec.kernels.launch import jobs
 from nimblec.kernels.products.gemm_op import linear, linear_and_moments
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import pack_rows, unpack_rows
@@ -51,8 +51,7 @@ def fold_norms_into_products(module: fx.GraphModule, compile_jobs: Compile) -> N
         _correct(rewriter, normed, calls.get(normed.reader, normed.reader), calls[normed.maker])
     rewriter.finish()
     changed = [*rewriter.calls(linear_and_moments), *(n for n in rewriter.calls(linear) if bound(n)["moments"])]
-    jobs = (Call(op=node.target, args=node.args, kwargs=node.kwargs).job() for node in changed)  # type: ignore[arg-type]
-    compile_jobs(list({repr(job): job for job in jobs}.values()))
+    compile_jobs(jobs(changed))
 
 
 def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
