@@ -20,7 +20,7 @@ _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i",
 _FORMATS |= {"fp32": "f", "fp64": "d"}
 """How scalars of Triton's types are packed."""
 
-Number = Callable[[torch.Tensor], tuple[int, int]]
+Locate = Callable[[torch.Tensor], tuple[int, int]]
 """Returns the buffer of a tensor, and its offset there."""
 
 
@@ -86,7 +86,7 @@ class CodeTable:
             cooperative=bool(metadata.launch_cooperative_grid),
         )
 
-    def work(self, code: Code, given: Mapping[str, Any], grid: Dim3, number: Number) -> KernelWork:
+    def work(self, code: Code, given: Mapping[str, Any], grid: Dim3, locate: Locate) -> KernelWork:
         """Return the launch of a kernel on arguments by name; Triton's own parameters behind them are null."""
         layout = self.kernels[code.kernel].parameters
         packed = bytearray(max((p.offset + p.nbytes for p in layout), default=0))
@@ -94,7 +94,7 @@ class CodeTable:
         for parameter, (name, kind) in zip(layout, code.types.items(), strict=False):
             value = given[name]
             if kind.startswith("*"):
-                buffer, offset = number(value)
+                buffer, offset = locate(value)
                 references.append(Reference(param_offset=parameter.offset, buffer=buffer, offset=offset))
             else:
                 struct.pack_into(f"<{_FORMATS[kind]}", packed, parameter.offset, value)

@@ -208,7 +208,7 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
 
 
 def pools(
-    large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]], *, is_only: bool = True
+    large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]], *, is_only: bool
 ) -> tuple[Pool, ...]:
     """Return a pool for each session of a program, given whether several threads run it faster.
 
