@@ -24,6 +24,7 @@ from nimblec.kernels.gpu import SM_90, TRIGGERS, Trigger
 from nimblec.kernels.launch import Launch, launch_of, ops
 from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear, linear_and_moments
+from nimblec.kernels.products.quantized_op import convolution_of_integers
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
@@ -75,6 +76,18 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
+    "integers": (
+        convolution_of_integers,
+        (
+            _half(1, 16, 8, 8, dtype=torch.uint8).contiguous(memory_format=torch.channels_last),
+            _half(1, 1, 16, 32, dtype=torch.int8),
+            FACTORS["scale"],
+            *(COUNTERS, COUNTERS, COUNTERS),
+            *GEOMETRY[:-1],
+            *(True, torch.int8, [16, 16, 32, 2, 4, 2], "late"),
+        ),
+        {},
+    ),
     "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
     "pool": (pool2d, (X, "max", [3, 3], [2, 2], [1, 1], [1, 1], False, None, "relu", [8, 16, 2], "late"), {}),
