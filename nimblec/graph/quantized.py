@@ -9,6 +9,8 @@ from torch.nn import functional
 _LIBRARY = torch.library.Library("nimblec", "FRAGMENT")
 """The op lives as long as this module."""
 
+EIGHT_BITS = (torch.uint8, torch.int8)
+
 MOST_PRODUCTS = 1 << 16
 """Sums of this many products of 8 bit integers fit into 32 bits."""
 

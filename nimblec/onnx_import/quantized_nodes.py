@@ -9,6 +9,7 @@ import torch
 from onnx import NodeProto, helper
 from torch import Tensor
 
+from nimblec.graph.quantized import EIGHT_BITS
 from nimblec.onnx_import.model_nodes import plain_domain, read_names
 from nimblec.onnx_import.tensors import attribute_of
 from nimblec.onnx_ops.table import MICROSOFT
@@ -100,7 +101,7 @@ class _Graph:
         scale, zero = (self._constants.get(each) for each in node.input[1:])
         if scale is None or zero is None or scale.numel() != 1 or scale.dtype != torch.float32 or zero.numel() != 1:
             return None
-        if zero.dtype not in {torch.int8, torch.uint8}:
+        if zero.dtype not in EIGHT_BITS:
             return None
         return node if not is_bounded or int(zero) == torch.iinfo(zero.dtype).min else None
 

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nimblec.graph.quantized import quantized_convolution
+from nimblec.graph.quantized import EIGHT_BITS, quantized_convolution
 from nimblec.onnx_ops.convolution import pad_spatial
 from nimblec.onnx_ops.table import Ints
-
-EIGHT_BITS = (torch.uint8, torch.int8)
 
 
 class Quantized(NamedTuple):

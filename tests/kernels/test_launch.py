@@ -39,7 +39,7 @@ from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.optimize.o2 import FAMILIES
 
-OPTIONS = {"num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg"}
+OPTIONS = {"num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg", "enable_fp_fusion"}
 """Triton's."""
 
 
@@ -82,9 +82,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
             _half(1, 16, 8, 8, dtype=torch.uint8).contiguous(memory_format=torch.channels_last),
             _half(1, 1, 16, 32, dtype=torch.int8),
             FACTORS["scale"],
-            *(COUNTERS, COUNTERS, COUNTERS),
+            *(COUNTERS, None, FACTORS["scale"], COUNTERS),
             *GEOMETRY[:-1],
-            *(True, torch.int8, [16, 16, 32, 2, 4, 2], "late"),
+            *(True, False, torch.int8, [16, 16, 32, 2, 4, 2], "late"),
         ),
         {},
     ),

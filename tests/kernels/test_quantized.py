@@ -27,21 +27,25 @@ CASES = {
         "check((9, 7), 8, 40, [32] * 3 + [4, 4, 2], I8, I8, kernel=3, padding=1, zero=-5, out_zero=7, stride=2)"
     ),
     "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], U8, I8, kernel=7, padding=3, stride=2, zero=125)",
+    "residual": "check((9, 7), 16, 24, [16, 16, 32, 1, 4, 2], U8, I8, out_zero=99, again=U8, residual=True)",
+    "residual, split": "check((9, 7), 96, 24, [16, 16, 32, 3, 4, 2], I8, U8, zero=5, again=I8, residual=True)",
+    "quantised again": "check((9, 7), 16, 24, [16, 16, 32, 1, 4, 2], again=I8)",
     "dilation": "check((11, 9), 16, 24, [32, 16, 32, 1, 4, 2], I8, U8, kernel=3, padding=2, dilation=2, zero=-128)",
 }
 
 INTERPRET = """
+from dataclasses import replace
 import torch
 from nimblec.graph.quantized import quantized_convolution
 from nimblec.kernels.launch import prepared
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import counters, pack_convolution
-from nimblec.kernels.products.quantized_op import convolution_of_integers, zero_sums
+from nimblec.kernels.products.quantized_op import Levels, convolution_of_integers, requantized, zero_sums
 
 U8, I8 = torch.uint8, torch.int8
 
 def check(size, channels, out, tiling, dtype=U8, out_dtype=U8, *, zero=0, out_zero=0, batch=1, kernel=1, stride=1,
-          padding=0, dilation=1):
+          padding=0, dilation=1, again=None, residual=False):
     torch.manual_seed(0)
     limits = torch.iinfo(dtype), torch.iinfo(out_dtype)
     x = torch.randint(limits[0].min, limits[0].max + 1, (batch, channels, *size), dtype=dtype)
@@ -49,14 +53,19 @@ def check(size, channels, out, tiling, dtype=U8, out_dtype=U8, *, zero=0, out_ze
     weight = torch.randint(-127, 128, (out, channels, kernel, kernel), dtype=I8)
     bias = torch.randint(-9999, 9999, (out,), dtype=torch.int32)
     factors = torch.rand(out) / (60 * weight[0].numel() ** 0.5)
-    levels = torch.tensor([zero, out_zero, limits[1].min, limits[1].max], dtype=torch.int32)
+    own = Levels(x_zero=zero, own_zero=out_zero, own_low=limits[1].min, own_high=limits[1].max)
+    levels = own if again is None else replace(own, own_scale=0.0123, residual_zero=-7, residual_scale=0.0171,
+        scale=0.0391, zero=21, low=torch.iinfo(again).min, high=torch.iinfo(again).max)
     geometry = [[n, n] for n in (stride, padding, dilation)]
+    expected = quantized_convolution(x, weight, factors, bias, zero, out_zero, out_dtype, *geometry)
+    other = torch.randint(-128, 128, expected.shape, dtype=I8).contiguous(memory_format=torch.channels_last)
+    other = other if residual else None
+    expected = expected if again is None else requantized(expected, other, levels, again)
     arrived = counters(99, x.device)
     made = prepared(convolution_of_integers, x, pack_convolution(weight, Tiling.of(tiling)), factors,
-        bias - zero_sums(weight, zero, dtype), levels, arrived, out, [kernel, kernel], *geometry,
-        zero != 0 and padding > 0, out_dtype, tiling, "none")
+        bias - zero_sums(weight, zero, dtype), other, levels.tensor(x.device), arrived, out, [kernel, kernel],
+        *geometry, zero != 0 and padding > 0, again is not None, again or out_dtype, tiling, "none")
     made.launch()
-    expected = quantized_convolution(x, weight, factors, bias, zero, out_zero, out_dtype, *geometry)
     assert torch.equal(made.results, expected)
     assert len(expected.unique()) > 50
     assert not arrived.any()
@@ -79,8 +88,9 @@ for dtype, has_zero, tiling in (
     x = empty(1, 256, 14, 14, dtype=dtype).contiguous(memory_format=torch.channels_last)
     geometry = [[n, n] for n in (3, 1, 1, 1)]
     launch = launch_of(convolution_of_integers, x, empty(1, dtype=torch.int8), empty(1, dtype=torch.float32), empty(1),
-        empty(4), empty(9), 256, *geometry, has_zero, torch.int8, tiling, "late")
+        x, empty(11, dtype=torch.float32), empty(9), 256, *geometry, has_zero, True, torch.int8, tiling, "late")
     ptx = compile_job(launch.job, architecture=90).asm["ptx"]
+    assert "fma.rn.f32" not in ptx
     wait, copy = ptx.index("griddepcontrol.wait"), ptx.index("cp.async.cg.shared.global")
     print(*(any(word in line and ".s8.s8" in line for line in ptx.splitlines()) for word in ("wgmma", "mma.sync")),
         ptx.index("cp.async.bulk.prefetch.L2") < wait < copy)
@@ -110,6 +120,7 @@ def test_import_agrees_with_onnxruntime(network: tuple[bytes, fx.GraphModule]) -
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
 def test_kernels_equal_the_reference(network: tuple[bytes, fx.GraphModule], dtype: torch.dtype | None) -> None:
     module = optimize(network[1], device="cuda", dtype=dtype)
+    assert [request.residual is not None for request in requests(module)].count(True) == 1
     x = torch.from_numpy(image(9))
     (expected,) = run(module, x)
     QUANTIZED.use_first(module, SM_90)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import nimblec
 import nimblert
-from nimblec.graph.quantized import quantized_convolution
 from nimblec.graph.rewriter import fake
 from nimblec.kernels.call import Leaf, Made
 from nimblec.kernels.gpu import GPU
-from nimblec.kernels.products.quantized_rewrite import call, requests, tilings
+from nimblec.kernels.products.quantized_match import requests
+from nimblec.kernels.products.quantized_rewrite import call, tilings
 from nimblec.onnx_import.importer import import_model
+from nimblec.optimize import optimize
 from nimblert.plan import Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper"), pytest.mark.timeout(300)]
@@ -26,26 +27,31 @@ NAME = "unsigned, by channel"
 
 
 def test_every_candidate_gives_every_bit_of_the_reference(tmp_path: Path) -> None:
-    module = import_model(quantized_network(SETTINGS[NAME], tmp_path)).module
+    module = optimize(import_model(quantized_network(SETTINGS[NAME], tmp_path)).module, device="cuda")
     found = list(requests(module))
-    assert len(found) == PRODUCTS
+    assert (len(found), sum(request.residual is not None for request in found)) == (PRODUCTS, 1)
     for request in found:
-        x = fake(request.given["x"])
-        limits = torch.iinfo(x.dtype)
-        pixels = torch.randint(limits.min, limits.max + 1, x.shape, dtype=x.dtype)
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
-        values = {request.given["x"]: pixels, request.given["factors"]: request.constants["factors"]}
+        read = [request.given["x"], *([] if request.residual is None else [request.residual])]
+        values = {node: _drawn(fake(node)) for node in read}
+        values[request.given["factors"]] = request.constants["factors"]
 
         def value(leaf: Leaf, values: dict[Any, Tensor] = values) -> Tensor:
-            return (leaf.value if isinstance(leaf, Made) else values[leaf]).cuda()
+            return leaf.value if isinstance(leaf, Made) else values[leaf]
 
-        constants = [request.constants[name] for name in ("weight", "factors", "bias")]
-        expected = quantized_convolution(pixels, *constants, *request.node.args[4:])
         for tiling in tilings(request, GPU.current()):
             made = call(request, tiling, "late")
             args, kwargs = made.arguments(value)
+            expected = made.op(*args, **kwargs)
             for _ in range(3):
+                args, kwargs = made.arguments(lambda leaf: value(leaf).cuda())
                 assert torch.equal(made.op(*args, **kwargs).cpu(), expected), (request.signature, tiling)
+
+
+def _drawn(like: Tensor) -> Tensor:
+    """Draw integers of a dtype, shape and strides."""
+    limits = torch.iinfo(like.dtype)
+    numbers = torch.randint(limits.min, limits.max + 1, like.shape, dtype=like.dtype)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(numbers)
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -23,6 +23,7 @@ def quantized_convolution(
     weight_ptr,
     factors_ptr,
     bias_ptr,
+    residual_ptr,
     levels_ptr,
     out_ptr,
     partials_ptr,
@@ -44,6 +45,7 @@ def quantized_convolution(
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    IS_REQUANTIZED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -53,7 +55,8 @@ def quantized_convolution(
 ):
     """Convolve x (pixels, channels) with weight in tiles, and round the sums times factors (out channels,) to out.
 
-    Levels (4,) are the zero point of x, which padding reads if ``HAS_ZERO``, that of out, and the limits of out.
+    Levels are those of `nimblec.kernels.products.quantized_op.Levels`: padding reads the zero point of x if
+    ``HAS_ZERO``, and the rounded numbers are rounded once more, with the residual, if ``IS_REQUANTIZED``.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -82,10 +85,7 @@ def quantized_convolution(
     deep = tl.arange(0, BLOCK_K)
     factors = tl.load(factors_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
     bias = tl.load(bias_ptr + columns, mask=columns < OUT_CHANNELS, other=0)
-    outside = tl.load(levels_ptr).to(x_ptr.dtype.element_ty) if HAS_ZERO else 0
-    zero = tl.load(levels_ptr + 1).to(tl.float32)
-    low = tl.load(levels_ptr + 2).to(tl.float32)
-    high = tl.load(levels_ptr + 3).to(tl.float32)
+    outside = tl.load(levels_ptr).to(tl.int32).to(x_ptr.dtype.element_ty) if HAS_ZERO else 0
     top = (rows // OUT_WIDTH) % OUT_HEIGHT * STRIDE_H - PADDING_H
     left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
     corner = ((rows // (OUT_HEIGHT * OUT_WIDTH) * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
@@ -140,8 +140,21 @@ def quantized_convolution(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-        scaled = (total + bias[None, :]).to(tl.float32) * factors[None, :]
-        small = tl.minimum(tl.maximum(scaled, low - zero), high - zero)
-        result = ((small + EXACT) - EXACT + zero).to(tl.int32).to(out_ptr.dtype.element_ty)
         exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
-        tl.store(out_ptr + rows[:, None] * OUT_CHANNELS + columns[None, :], result, mask=exists)
+        out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+        result = rounded((total + bias[None, :]).to(tl.float32) * factors[None, :], levels_ptr + 1)
+        if IS_REQUANTIZED:
+            result = (result - tl.load(levels_ptr + 1)) * tl.load(levels_ptr + 4)
+            if residual_ptr is not None:
+                residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0).to(tl.float32)
+                result += (residual - tl.load(levels_ptr + 5)) * tl.load(levels_ptr + 6)
+            result = rounded(tl.div_rn(result, tl.zeros_like(result) + tl.load(levels_ptr + 7)), levels_ptr + 8)
+        tl.store(out_ptr + out_offsets, result.to(tl.int32).to(out_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def rounded(values, levels_ptr):
+    """Round values, add the first of three levels, and limit the result to the other two, which are whole numbers."""
+    zero, low, high = tl.load(levels_ptr), tl.load(levels_ptr + 1), tl.load(levels_ptr + 2)
+    small = tl.minimum(tl.maximum(values, low - zero), high - zero)
+    return (small + EXACT) - EXACT + zero
