@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from nimblec.graph.quantized import EIGHT_BITS, quantized_convolution
 from nimblec.onnx_ops.convolution import pad_spatial
@@ -43,13 +44,16 @@ def convolution_of_integers(
         return None
     if x.values.dtype not in EIGHT_BITS or y.zero.dtype not in EIGHT_BITS:
         return None
-    channels, images, (before, after) = w.values.shape[0], x.values, pads
+    channels, images, filters, (before, after) = w.values.shape[0], x.values, w.values, pads
     if before != after or min(before) < 0:
         images, before = pad_spatial(images, before, after, value=int(x.zero)), (0, 0)
+    if (missing := 4 - images.shape[1]) > 0:
+        # Four bytes are read at once, and weights of 0 make nothing of the added one.
+        images, filters = (functional.pad(each, (0, 0, 0, 0, 0, missing)) for each in (images, filters))
     factors = x.scale.reshape(()) * w.scale.reshape(-1) / y.scale.reshape(())
     return quantized_convolution(
         images.contiguous(memory_format=torch.channels_last),
-        w.values,
+        filters,
         factors.expand(channels).contiguous(),
         torch.zeros(channels, dtype=torch.int32) if bias is None else bias,
         int(x.zero),

@@ -95,6 +95,11 @@ def quantized_convolution(
         gdc_wait()
     if TRIGGER == "late":
         gdc_launch_dependents()
+    exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
+    out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    # The load runs while the sum is computed.
+    if residual_ptr is not None and SPLIT_K == 1:
+        residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for n in tl.range(0, PART, num_stages=STAGES):
         step = begin + n
@@ -140,14 +145,13 @@ def quantized_convolution(
             total = tl.load(partial_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT_K):
                 total += tl.load(partial_ptrs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-        exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
-        out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
         result = rounded((total + bias[None, :]).to(tl.float32) * factors[None, :], levels_ptr + 1)
         if IS_REQUANTIZED:
             result = (result - tl.load(levels_ptr + 1)) * tl.load(levels_ptr + 4)
             if residual_ptr is not None:
-                residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0).to(tl.float32)
-                result += (residual - tl.load(levels_ptr + 5)) * tl.load(levels_ptr + 6)
+                if SPLIT_K > 1:
+                    residual = tl.load(residual_ptr + out_offsets, mask=exists, other=0)
+                result += (residual.to(tl.float32) - tl.load(levels_ptr + 5)) * tl.load(levels_ptr + 6)
             result = rounded(tl.div_rn(result, tl.zeros_like(result) + tl.load(levels_ptr + 7)), levels_ptr + 8)
         tl.store(out_ptr + out_offsets, result.to(tl.int32).to(out_ptr.dtype.element_ty), mask=exists)
 
