@@ -28,7 +28,7 @@ def test_values(name: str, dtype: torch.dtype) -> None:
     def steps(query: Tensor, *caches: Tensor) -> Tensor:
         for n in (0, 1, 2, length - 1, 7):
             position = torch.full((1,), n, device=query.device)
-            seen = torch.arange(length, device=query.device) <= position
+            seen = torch.arange(length, device=query.device) <= position[:, None]
             turns = cos.to(query.device), sin.to(query.device)
             new = (key * (n + 1)).to(query.device), (value + n).to(query.device)
             args = *caches, *new, position, seen, *turns, 0.1, how, "late"
