@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from nimblec.kernels.gpu import SM_90
-from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Runs, Setting
-from nimblec.optimize.rewrites import REGIONS, REWRITES
+from nimblec.optimize.o2 import TRITON_NORMS, first
+from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.model import place
 
 HEADS, KEY_HEADS, LENGTH, SIZE = 4, 2, 16, 8
@@ -79,24 +78,25 @@ class Step(nn.Module):
         return (result, self.keys.sum()) if self._returns else result
 
 
-def check(model: nn.Module) -> Counter[str]:
-    """Compare the rewritten model with eager for each position, its outputs and its caches; return the calls left."""
+def drawn(position: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(position)), torch.tensor([position])
+
+
+def check(
+    model: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]] = drawn, tolerance: float = 1e-5
+) -> Counter[str]:
+    """Compare the rewritten model with eager for some positions, its outputs and its caches; return the calls left."""
     eager = copy.deepcopy(model)
-
-    def draw(position: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(position)), torch.tensor([position])
-
-    def use(module: torch.fx.GraphModule) -> None:
-        ATTENTION_FAMILY.use_first(module, SM_90)
-
-    kernels = Pipeline(Phase(name="kernels", passes=(Pass(run=use, reason="the test asks for it"),)))
     with torch.no_grad():
-        made = Runs(place(model, draw(0), device="cpu"), Setting(device="cpu"))(REWRITES, kernels, REGIONS)
+        setting = Setting(device="cpu", use=first(SM_90))
+        made = Runs(place(model, draw(0), device="cpu"), setting)(*TRITON_NORMS.pipelines)
         for position in (0, 3, LENGTH - 1):
             for (_, tensor), value in zip(made.inputs, draw(position), strict=True):
                 tensor.copy_(value)
-            torch.testing.assert_close(made.run(lambda _source: None), eager(*draw(position)))
-            torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+            found, wanted = made.run(lambda _source: None), eager(*draw(position))
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+            kept = (dict(each.named_buffers()) for each in (model, eager))
+            torch.testing.assert_close(*kept, rtol=tolerance, atol=tolerance)
     return counts(made.module)
 
 
@@ -111,3 +111,20 @@ def test_attention_writes_the_cache(write: Callable[..., None], rotate: Callable
 def test_caches_with_other_readers_are_written_by_calls_of_their_own() -> None:
     calls = check(Step(rows_of_index_copy, by_chunks, returns=True).eval())
     assert (calls["attention"], calls["index_copy_"]) == (1, 2)
+
+
+def test_a_decoder_of_transformers_writes_its_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+    from nimblec.pytorch.transformers_cache import Cached
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 40, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
+    model = Cached(transformers.LlamaForCausalLM(config).eval().half(), 1, LENGTH)
+
+    def draw(position: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([[position + 3]]), torch.tensor([[position]])
+
+    calls = check(model, draw, 5e-3)
+    assert calls["cached_attention"] == 2
+    assert not {"attention", "scatter_", "copy_", "cat", "clone"} & calls.keys()
