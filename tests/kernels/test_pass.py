@@ -287,6 +287,14 @@ def test_what_is_fused_and_its_values(name: str) -> None:
         assert result.stride() == expected.stride()
 
 
+def test_a_product_of_a_depth_without_tilings_of_rows_has_no_gate() -> None:
+    weight = random_half(48, 300)
+    module = record(lambda x: _gated(*functional.linear(x, weight).chunk(2, -1)), random_half(1, 300))
+    (request,) = requests(optimize(module, device="cuda"))
+    assert request.activated is None
+    assert tilings(request, SM_90)
+
+
 def test_counters_are_scratch_memory() -> None:
     module, _ = _graph("residual, transposed, and gelu")
     own = rewritten(module, lambda m: use_triton_kernels(m, _tiling))

@@ -13,6 +13,7 @@ from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LI
 from nimblec.kernels.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
 from nimblec.kernels.products.gated import gate_after
 from nimblec.kernels.products.gemm_op import Arithmetic
+from nimblec.kernels.products.gemm_tilings import row_candidates
 from nimblec.kernels.products.parts import place
 from nimblec.kernels.products.prologue import PrologueMatch, prologues, row_prologue
 from nimblec.kernels.shapes import Convolution
@@ -217,7 +218,8 @@ def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) 
     A linear is followed through views: the residual then has its order in memory.
     """
     is_row = request.kind == "linear" and request.shape.rows == 1 and request.activation == "none"
-    gate = gate_after(request.head) if is_row else None
+    # No tiling of a row fits some depths; those for tensor cores compute no gate.
+    gate = gate_after(request.head) if is_row and row_candidates(request.shape) else None
     if gate is not None and all(owners.get(node, request.head) is request.head for node in gate.nodes):
         nodes = (*request.nodes, *gate.nodes)
         return replace(request, nodes=nodes, activation=gate.activation, activated=gate.activated)
