@@ -162,10 +162,6 @@ thread is not moved."""
 _LARGE_NBYTES = 128 << 10
 """An operator that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
 
-STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
-"""Operators that run alone too: they would wake other threads at each time step (a GRU of 64 steps: 0.9 ms on one
-thread, 32 ms on two)."""
-
 _BUDGET = 256
 """About the most threads in the pools of all sessions of a program."""
 
@@ -212,11 +208,11 @@ def pools(
 ) -> tuple[Pool, ...]:
     """Return a pool for each session of a program, given whether several threads run it faster.
 
-    ``is_only``: the plan has no other program, whose cores threads would take that spin after a run.
+    ``is_only``: the plan has no other session of several threads, whose cores they would take if they spin after a run.
     """
     count, processors = wanted
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
-    waiting = Waiting.SPINNING if is_only and sum(large) == 1 else Waiting.SPINNING_IN_RUNS
+    waiting = Waiting.SPINNING if is_only else Waiting.SPINNING_IN_RUNS
     divided = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
     pool = divided if each > 1 else Pool()
     return tuple(pool if one else Pool() for one in large)
@@ -228,9 +224,9 @@ def streams_by_thread(streams: int, most: int | None) -> list[range]:
     return [range(first, streams, count) for first in range(count)]
 
 
-def is_large(operator: str, touched_nbytes: int) -> bool:
+def is_large(touched_nbytes: int) -> bool:
     """Return whether several threads run an operator faster, despite the time to wake them."""
-    return touched_nbytes >= _LARGE_NBYTES and operator not in STEPPED
+    return touched_nbytes >= _LARGE_NBYTES
 
 
 def cores() -> int:
