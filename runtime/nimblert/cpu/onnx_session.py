@@ -205,14 +205,12 @@ class _Code:
         return division.operands(self.graph, self._kernel.parameters) if self.graph.node else None
 
     @cached_property
-    def is_large(self) -> bool:
-        """Whether several threads run a node of the kernel faster."""
+    def touched_nbytes(self) -> int:
+        """The bytes that the largest node of the kernel reads and writes."""
         nbytes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
         nbytes |= {n: prod(shape) * ITEM_NBYTES[dtype] for n, (dtype, shape) in self.inner.items() if dtype and shape}
-        return any(
-            streams.is_large(sum(nbytes.get(name, 0) for name in {*node.input, *node.output}))
-            for node in self.graph.node
-        )
+        nodes = ({*node.input, *node.output} for node in self.graph.node)
+        return max((sum(nbytes.get(name, 0) for name in names) for names in nodes), default=0)
 
 
 _LaunchKey: TypeAlias = tuple[int, tuple[tuple[str, Pointer], ...]]
@@ -221,10 +219,10 @@ _LaunchKey: TypeAlias = tuple[int, tuple[tuple[str, Pointer], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SessionForm:
-    """The form of the session of one launch or several; ``is_large``: whether several threads run it faster."""
+    """The form of the session of one launch or several, and the bytes that the largest of its nodes touches."""
 
     form: Form
-    is_large: bool
+    touched_nbytes: int
 
 
 class SessionCache:
@@ -311,9 +309,9 @@ class SessionCache:
             if sum(len(pools) for _, pools in self._pools.values()) + len(launches) > self._limits.sessions:
                 limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
                 raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
-            large = [self._form(launch).is_large for launch in launches.values()]
-            is_only = len({id(form) for form in self._forms.values() if form.is_large}) == 1
-            pools = streams.pools(large, program.stream_count, self._threads, is_only=is_only)
+            touched = [self._form(launch).touched_nbytes for launch in launches.values()]
+            sessions = [form.touched_nbytes for form in {id(form): form for form in self._forms.values()}.values()]
+            pools = streams.pools(touched, program.stream_count, self._threads, sessions)
             self._pools[id(program)] = program, dict(zip(launches, pools, strict=True))
         return self._pools[id(program)][1]
 
@@ -369,7 +367,7 @@ class SessionCache:
 
     def _own_form(self, key: _LaunchKey) -> _SessionForm:
         code = self._code(key[0])
-        return _SessionForm(form=Form(code=code.code), is_large=code.is_large)
+        return _SessionForm(form=Form(code=code.code), touched_nbytes=code.touched_nbytes)
 
     def _all_forms(self) -> dict[_LaunchKey, _SessionForm]:
         """Return the forms of all launches: one for those that differ only in sizes."""
@@ -386,8 +384,8 @@ class SessionCache:
         for launches in alike.values():
             if len({kernel for kernel, _ in launches}) > 1:
                 form = sizes.general([(self._code(kernel).model, dict(weights)) for kernel, weights in launches])
-                is_large = any(forms[key].is_large for key in launches)
-                forms |= dict.fromkeys(launches, _SessionForm(form=form, is_large=is_large))
+                touched_nbytes = max(forms[key].touched_nbytes for key in launches)
+                forms |= dict.fromkeys(launches, _SessionForm(form=form, touched_nbytes=touched_nbytes))
         return forms
 
     def _key(self, launch: Launch) -> _LaunchKey:

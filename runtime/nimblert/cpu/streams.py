@@ -6,7 +6,7 @@ Where `load(threads=)` allows fewer threads than there are streams, several stre
 import enum
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import index
@@ -160,7 +160,10 @@ Threads: TypeAlias = int | Sequence[int]
 thread is not moved."""
 
 _LARGE_NBYTES = 128 << 10
-"""An operator that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
+"""An operator that touches fewer bytes runs on its stream's thread alone: to share it out takes longer."""
+
+_WOKEN_NBYTES = 512 << 10
+"""The same for threads that sleep between the runs of their session: to wake them takes longer."""
 
 _BUDGET = 256
 """About the most threads in the pools of all sessions of a program."""
@@ -204,13 +207,17 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
 
 
 def pools(
-    large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]], *, is_only: bool
+    touched: Sequence[int], streams: int, wanted: tuple[int, tuple[int, ...]], sessions: Collection[int]
 ) -> tuple[Pool, ...]:
-    """Return a pool for each session of a program, given whether several threads run it faster.
+    """Return a pool for each launch of a program, given the bytes that its largest operator ``touched``.
 
-    ``is_only``: the plan has no other session of several threads, whose cores they would take if they spin after a run.
+    ``sessions`` are these bytes for each session of the plan. The threads of one session may spin after a run; those of
+    several would take the cores from one another.
     """
     count, processors = wanted
+    least = _LARGE_NBYTES if sum(map(is_large, sessions)) == 1 else _WOKEN_NBYTES
+    large = [nbytes >= least for nbytes in touched]
+    is_only = sum(nbytes >= least for nbytes in sessions) == 1
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
     waiting = Waiting.SPINNING if is_only else Waiting.SPINNING_IN_RUNS
     divided = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
