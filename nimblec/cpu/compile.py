@@ -200,13 +200,21 @@ def _agreed(
 
 
 def _with_contents(graph: Graph, contents: dict[bytes, memoryview]) -> Graph:
-    """Return a graph that has equal constants where graphs before it have them; ``contents`` are those by digest."""
-    buffers = tuple(
-        replace(buffer, data=contents.setdefault(sha256(buffer.data).digest(), buffer.data)) if buffer.data else buffer
-        for buffer in graph.buffers
-    )
+    """Return a graph that has equal constants where graphs before it have them; ``contents`` are those by digest.
+
+    Constants of its own are copied, unless it is the first: the file that holds them holds all others, too.
+    """
+    is_first = not contents
+
+    def content(data: memoryview) -> memoryview:
+        digest = sha256(data).digest()
+        if digest not in contents:
+            contents[digest] = data if is_first else memoryview(bytes(data))
+        return contents[digest]
+
+    buffers = (replace(buffer, data=content(buffer.data)) if buffer.data else buffer for buffer in graph.buffers)
     bodies = tuple(replace(body, graph=_with_contents(body.graph, contents)) for body in graph.bodies)
-    return replace(graph, buffers=buffers, bodies=bodies)
+    return replace(graph, buffers=tuple(buffers), bodies=bodies)
 
 
 def _weights(model: ReferenceModel, exported: "Mapping[ProgramKey, ExportedModel]") -> frozenset[str] | None:

@@ -328,9 +328,8 @@ class SessionCache:
         form = self._form(launch).form
         session = self._session(kernel, code, form, pointers, pool)
         binding = session.io_binding()
-        for tensor in code.graph.initializer:
-            if tensor.name in form.inputs and tensor.data_location is None:
-                binding.bind_ortvalue_input(tensor.name, _copied(sizes.array(tensor)))
+        for name, constant in sizes.embedded_inputs(code.graph, form):
+            binding.bind_ortvalue_input(name, _copied(constant))
         for parameter in kernel.parameters:
             if parameter.kind is ParameterKind.INITIALIZER and parameter.name not in form.inputs:
                 continue
@@ -430,11 +429,7 @@ class SessionCache:
         session = opened.session
         found = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
         bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in held}
-        bound |= {
-            tensor.name: _TYPE_NAMES[sizes.array(tensor).dtype.name]
-            for tensor in code.graph.initializer
-            if tensor.name in form.inputs and tensor.data_location is None
-        }
+        bound |= {name: _TYPE_NAMES[a.dtype.name] for name, a in sizes.embedded_inputs(code.graph, form)}
         if found != bound:
             raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {found}"])
         opened.checked.add(code.code)

@@ -5,7 +5,7 @@ dimensions, and constants that differ become inputs. Each kernel has been checke
 bind tensors of these sizes: what ONNX Runtime computes, and the memory that it accesses, are the same.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,9 +102,11 @@ def general(launches: Sequence[tuple[Model, Constants]]) -> Form:
     return Form(code=write_model(replace(model, graph=graph)), inputs=inputs)
 
 
-def array(tensor: TensorValue) -> np.ndarray:
-    """Return the value of a constant of the model that a form takes as an input."""
-    return np.frombuffer(tensor.raw_data or b"", _DTYPES[tensor.data_type or 0]).reshape(tensor.dims)
+def embedded_inputs(graph: Graph, form: Form) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and value of each input of a form that is a constant within the model of a launch."""
+    for tensor in graph.initializer:
+        if tensor.name in form.inputs and tensor.raw_data is not None:
+            yield tensor.name, np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type or 0]).reshape(tensor.dims)
 
 
 def _is_fixed(tensor: TensorValue, packed: set[str], weights: Constants) -> bool:
