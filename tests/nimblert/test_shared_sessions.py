@@ -13,7 +13,9 @@ from onnx import NodeProto, helper
 
 import nimblec
 import nimblert
+from nimblert.check.onnx_model import Graph, TensorValue
 from nimblert.cpu.backend import CpuLoaded
+from nimblert.cpu.sizes import Form, embedded_inputs
 from nimblert.errors import PlanInvalidError
 from nimblert.plan import Plan
 
@@ -94,6 +96,15 @@ def test_shared_session_refuses_a_false_shape_of_another_size(tmp_path: Path) ->
     loaded.backend(true, working).close()
     with pytest.raises(PlanInvalidError, match="is declared"):
         loaded.backend(false, working)
+
+
+@pytest.mark.parametrize("location", [None, 0])
+def test_embedded_inputs_may_be_stated_to_be_within_the_model(location: int | None) -> None:
+    raw = np.array([1, 2]).tobytes()
+    tensor = TensorValue(name="i1", data_type=7, dims=(2,), raw_data=raw, data_location=location)
+    form = Form(code=b"", inputs=frozenset({"i1"}))
+    ((name, value),) = embedded_inputs(Graph(initializer=(tensor,)), form)
+    assert (name, value.tolist()) == ("i1", [1, 2])
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory as Linux counts it")

@@ -105,7 +105,7 @@ def general(launches: Sequence[tuple[Model, Constants]]) -> Form:
 def embedded_inputs(graph: Graph, form: Form) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and value of each input of a form that is a constant within the model of a launch."""
     for tensor in graph.initializer:
-        if tensor.name in form.inputs and tensor.raw_data is not None:
+        if tensor.name in form.inputs and tensor.raw_data is not None and not tensor.data_location:
             yield tensor.name, np.frombuffer(tensor.raw_data, _DTYPES[tensor.data_type or 0]).reshape(tensor.dims)
 
 
