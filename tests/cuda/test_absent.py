@@ -38,13 +38,16 @@ class Network(nn.Module):
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.SiLU(),
             nn.MaxPool2d(2), nn.Conv2d(16, 32, 1), nn.Upsample(scale_factor=2),
         )
+        self.groups = nn.Conv2d(32, 32, 3, padding=1, groups=4)
+        self.filter = nn.Conv1d(32, 32, 5, padding=2)
         self.norm = nn.LayerNorm(32)
         self.joined = nn.Linear(32, 96)
         self.steps = nn.LSTM(32, 16)
         self.register_buffer("total", torch.zeros(1, 36, 32))
 
     def forward(self, image):
-        rows = self.norm(self.images(image).flatten(2).transpose(1, 2))
+        pixels = self.groups(self.images(image)).flatten(2)
+        rows = self.norm(self.filter(pixels).transpose(1, 2))
         heads = self.joined(rows).reshape(1, -1, 6, 16).transpose(1, 2)
         seen = functional.scaled_dot_product_attention(*heads.chunk(3, 1))
         self.total += torch.bmm(seen[0], seen[0].transpose(1, 2)).sum() + torch.cumsum(rows, 1)
@@ -55,8 +58,8 @@ def network():
     torch.manual_seed(0)
     return Network().eval(), (torch.randn(1, 3, 8, 8),)
 
-def grouped():
-    return nn.Conv2d(4, 4, 3, groups=2), (torch.randn(1, 4, 8, 8),)
+def transposed():
+    return nn.ConvTranspose2d(4, 4, 3, stride=2), (torch.randn(1, 4, 8, 8),)
 """
 
 
@@ -135,11 +138,11 @@ def test_absent_plan_runs_on_its_gpu(
 def test_call_of_a_library_is_named(
     tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "absent_grouped.py").write_text(MODEL)
+    (tmp_path / "absent_transposed.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    output = tmp_path / "grouped.plan"
+    output = tmp_path / "transposed.plan"
     how = ("--target", "sm_90", "--no-plan-cache", "--quiet")
-    said = command_line.refused("compile", "absent_grouped:grouped", "-o", output, *how)
+    said = command_line.refused("compile", "absent_transposed:transposed", "-o", output, *how)
     assert "only a library's kernel computes it" in said
     assert not output.exists()
 
