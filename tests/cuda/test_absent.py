@@ -16,6 +16,7 @@ from nimblec.base.options import TargetChoice
 from nimblec.cuda import compile as cuda_compile
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.target import find_gpu
+from nimblec.inspect.plan_difference import compare
 from nimblec.inspect.verification import Result, verify
 from nimblec.kernels.gpu import GPU, KNOWN
 from nimblert.check.verify import read_plan
@@ -132,6 +133,68 @@ def test_absent_plan_runs_on_its_gpu(
             found = executable.run({"image": image.numpy()}).values()
             for output, expected in zip(found, module(image), strict=True):
                 torch.testing.assert_close(torch.from_numpy(output), expected.detach(), rtol=1e-2, atol=1e-3)
+
+
+DIFFERENT = """
+import torch
+from torch import nn
+
+class Network(nn.Module):
+    def __init__(self, activation, name):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.last = nn.Linear(16, 10)
+        self.activation, self.name = activation, name
+
+    def forward(self, image):
+        pixels = self.activation(self.second(torch.relu(self.first(image))))
+        return {self.name: self.last(pixels.mean((2, 3)))}
+
+def network(activation=torch.tanh, name="y", size=16, more=0.0):
+    torch.manual_seed(0)
+    made = Network(activation, name).eval()
+    with torch.no_grad():
+        made.second.weight[2, 3, 1, 1] += more
+    return made, (torch.randn(1, 3, size, size),)
+
+def weight():
+    return network(more=0.25)
+
+def kernel():
+    return network(activation=torch.sigmoid)
+
+def size():
+    return network(size=20)
+
+def name():
+    return network(name="z")
+"""
+
+
+@needs_cuda_build
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_diff_of_absent_plans_names_change(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_different.py").write_text(DIFFERENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    plans = {}
+    for name in ("network", "weight", "kernel", "size", "name"):
+        how = ("--target", "sm_90", "--precision", "fp16", "--no-plan-cache", "--quiet")
+        command_line.prints("compile", f"absent_different:{name}", "-o", tmp_path / f"{name}.plan", *how)
+        plans[name] = read_plan(tmp_path / f"{name}.plan")
+    said: dict[str, dict[str, list[str]]] = {}
+    for name in ("weight", "kernel", "size", "name"):
+        for change in compare(plans["network"], plans[name]).changes:
+            said.setdefault(name, {}).setdefault(change.section, []).append(change.note or f"{change.after}")
+    assert said["weight"].keys() == {"weights", "numerics"}
+    assert said["weight"]["weights"] == ["values differ by up to 0.25, read by second"]
+    assert said["kernel"].keys() - {"memory"} == {"kernels", "numerics"}
+    assert said["kernel"]["kernels"] == ["other code in 1 launch of second"]
+    assert said["size"]["interface"] == ["image: float32 1x3x20x20"]
+    assert "weights" not in said["size"]
+    assert said["name"] == {"interface": ["z: float32 1x10"]}
 
 
 @needs_cuda_build
