@@ -209,7 +209,7 @@ _Launches: TypeAlias = Mapping[_Variant, Sequence[str]]
 """The launches of a kernel: their sources, by the way in which it is launched."""
 
 
-def _launches(plan: Plan) -> dict[tuple[str, str], _Launches]:
+def _launches(plan: Plan) -> Mapping[tuple[str, str], _Launches]:
     """Return the launches of each kernel, by origin and symbol."""
     codes = [sha256(module.code).digest() for module in plan.modules]
     found: dict[tuple[str, str], dict[_Variant, list[str]]] = defaultdict(lambda: defaultdict(list))
