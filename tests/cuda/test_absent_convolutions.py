@@ -9,7 +9,9 @@ from torch.nn import functional
 from nimblec.cuda.absent.convolutions import convolve_as_images, join_groups
 from nimblec.graph.rewriter import bound, fake, is_call
 from nimblec.graph.vocabulary import CONVOLUTIONS
+from nimblec.kernels.products.gemm_match import requests
 from nimblec.optimize.passes.convolutions import fuse_convolutions
+from nimblec.optimize.passes.copies import drop_copies
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,6 +57,17 @@ def test_depthwise_and_transposed_convolutions_stay() -> None:
         return functional.conv_transpose2d(functional.conv2d(x, deep, groups=6), transposed, groups=2)
 
     assert [groups for _, groups, _ in geometry(checked(model, x, join_groups))] == [6, 2]
+
+
+def test_one_channel_gets_a_layout() -> None:
+    x, weight = normal(1, 1, 50, dtype=torch.float32), normal(8, 1, 10, dtype=torch.float32)
+
+    def model(x: Tensor) -> Tensor:
+        return functional.group_norm(functional.conv1d(x, weight, stride=5), 8)
+
+    after = checked(model, x, convolve_as_images, drop_copies, rtol=1e-4)
+    assert geometry(after) == [(4, 1, 2)]
+    assert len(list(requests(after))) == 1
 
 
 def test_convolutions_over_one_axis_become_images() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, bound, fake
@@ -13,6 +14,9 @@ from nimblec.kernels.images import ALIGNMENT_NBYTES
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 
 aten = torch.ops.aten
+
+_ONE_CHANNEL = [0, 0, 0, 0, 0, 1]
+"""Padding after the channels."""
 
 _WIDTH = 256
 """Channels of a part: with more of them a launch multiplies more zeros, with fewer there are more launches."""
@@ -26,8 +30,12 @@ def convolve_as_images(module: fx.GraphModule) -> None:
         given = bound(node)
         weight = rewriter.value(given["weight"])
         if fake(node).dim() == 3 and weight is not None and not given["transposed"]:
-            given["input"] = rewriter.call(aten.unsqueeze.default, given["input"], 2, at=node)
-            given["weight"] = rewriter.constant(weight.unsqueeze(2), at=node)
+            images, weight = rewriter.call(aten.unsqueeze.default, given["input"], 2, at=node), weight.unsqueeze(2)
+            if _channels(given) == 1:
+                # With one channel and one row, no strides tell that images lie channels last: a channel of zeros does.
+                images = rewriter.call(aten.constant_pad_nd.default, images, _ONE_CHANNEL, at=node)
+                weight = functional.pad(weight, _ONE_CHANNEL)
+            given |= {"input": images, "weight": rewriter.constant(weight, at=node)}
             for name, of_rows in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
                 given[name] = [of_rows, *given[name]]
             images = rewriter.call(CONVOLUTION, *given.values(), at=node)
