@@ -79,3 +79,13 @@ def test_convolutions_over_one_axis_become_images() -> None:
 
     after = checked(model, x, convolve_as_images, join_groups, rtol=1e-9)
     assert geometry(after) == [(4, 1, 6), (4, 8, 1)]
+
+
+def test_activation_goes_with_its_convolution() -> None:
+    x, weight = normal(2, 8, 20, dtype=torch.float32), normal(8, 8, 5, dtype=torch.float32)
+
+    def model(x: Tensor) -> Tensor:
+        return functional.conv1d(functional.gelu(functional.conv1d(x, weight), approximate="tanh"), weight).clamp(0, 6)
+
+    after = checked(model, x, convolve_as_images, rtol=1e-4)
+    assert [request.activation for request in requests(after)] == ["gelu_tanh", "relu6"]

@@ -8,8 +8,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.graph.outputs import output_strides, restore_strides
-from nimblec.graph.rewriter import Rewriter, bound, fake
-from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES
+from nimblec.graph.rewriter import Rewriter, bound, fake, only_user
+from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, activation_of
 from nimblec.kernels.images import ALIGNMENT_NBYTES
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 
@@ -26,8 +26,8 @@ def convolve_as_images(module: fx.GraphModule) -> None:
     """Replace convolutions over one axis by those of images of one row, channels last."""
     strides = output_strides(module)
     rewriter = Rewriter(module)
-    for node in rewriter.calls(CONVOLUTION):
-        given = bound(node)
+    for convolution in rewriter.calls(CONVOLUTION):
+        node, given = convolution, bound(convolution)
         weight = rewriter.value(given["weight"])
         if fake(node).dim() == 3 and weight is not None and not given["transposed"]:
             images, weight = rewriter.call(aten.unsqueeze.default, given["input"], 2, at=node), weight.unsqueeze(2)
@@ -38,7 +38,11 @@ def convolve_as_images(module: fx.GraphModule) -> None:
             given |= {"input": images, "weight": rewriter.constant(weight, at=node)}
             for name, of_rows in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
                 given[name] = [of_rows, *given[name]]
-            images = rewriter.call(CONVOLUTION, *given.values(), at=node)
+            images, user = rewriter.call(CONVOLUTION, *given.values(), at=node), only_user(node)
+            if user is not None and activation_of(user) is not None:
+                # The kernel computes an activation of images, too.
+                images = rewriter.call(user.target, images, *user.args[1:], at=user, **user.kwargs)
+                node = user
             rewriter.replace(node, rewriter.call(aten.squeeze.dim, images, 2, at=node))
     propagate_channels_last(module, DTYPES)
     restore_strides(module, strides)
