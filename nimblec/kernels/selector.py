@@ -169,6 +169,7 @@ class Selector(Generic[Request, Tiling]):
         self._compile = compile_jobs
         self._finish = finish_jobs
         self._jobs: dict[str, list[Job]] = {}
+        self._tilings: dict[str, dict[str, Tiling]] = {}
         self._preferred = preferred
         self.choices: dict[str, Choice] = {}
         self.contests: list[Contest] = []
@@ -208,7 +209,9 @@ class Selector(Generic[Request, Tiling]):
         return self._family.call(request, tiling, self._gpu.trigger)
 
     def _named(self, request: Request) -> dict[str, Tiling]:
-        return self._family.named(request, self._gpu)
+        if request.signature not in self._tilings:
+            self._tilings[request.signature] = self._family.named(request, self._gpu)
+        return self._tilings[request.signature]
 
     def _known(self, key: str, named: Iterable[str]) -> Choice | None:
         sides = {side: self._side(key, side) for side in (FRAMEWORK, *named)}
