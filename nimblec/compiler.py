@@ -85,7 +85,9 @@ def compile_model(
             _refuse_for_pytorch(source, options)
             compiler = partial(_compile, target)
             notes = compile_once(compiler, source, target, options, written, stopwatch)
-            if target is Target.CPU and (every := _every_size(options, read_plan(written))) is not None:
+            chooses_kernels = target is Target.CUDA and (options.level == 2 or options.is_for_absent)
+            # Kernels are chosen anew for each size, in minutes.
+            if not chooses_kernels and (every := _every_size(options, read_plan(written))) is not None:
                 # A size between those of a range may not suit the model.
                 with suppress(CompileError):
                     notes = compile_once(compiler, source, target, every, folder / "every.plan", stopwatch)
