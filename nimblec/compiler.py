@@ -146,7 +146,7 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
         from nimblec.pytorch.dynamic_export import export_dynamic
 
         with stage(observer, "export"):
-            source = export_dynamic(source.live, options if target is Target.CPU else None)
+            source = export_dynamic(source.live, options)
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 

@@ -25,7 +25,8 @@ def recurrence_of_lengths(
     """Run one direction of a layer; return its outputs, zeros beyond each length, and the states after its last step.
 
     ``network`` is one of `RECURRENT`. ``x`` is (steps, sequences, width), each of the ``states`` is (1, sequences,
-    hidden), and ``params`` are the weights of the input and of the state, and both biases or none. Run it under a
+    hidden), and ``params`` are the weights of the input and of the state, and both biases or
+    none, and a projection or none. Run it under a
     `Recorder`, which puts known values where they are used.
     """
     lengths = lengths.to(torch.int64)
@@ -37,7 +38,7 @@ def recurrence_of_lengths(
     if network is aten.lstm.input:
         x, params = _kept_cell(x, is_over, params)
     hx: Any = list(states) if len(states) > 1 else states[0]
-    y, _, *cell = network(x, hx, list(params), len(params) > 2, 1, 0.0, False, False, False)
+    y, _, *cell = network(x, hx, list(params), len(params) >= 4, 1, 0.0, False, False, False)
     last = (lengths - 1).clamp(min=0).reshape(1, -1, 1).expand(states[0].shape)
     hidden = torch.where(lengths.reshape(1, -1, 1) > 0, y.gather(0, last), states[0])
     if is_backward:

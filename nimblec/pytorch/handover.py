@@ -19,6 +19,7 @@ from nimblec.pytorch.borrowed import borrowed
 from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.model import ModelCall, as_module, is_compiled, place_call
 from nimblec.pytorch.outputs import missing_outputs, results_by_name
+from nimblec.pytorch.recurrent import padded_sequences
 from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.pytorch.state import declared_writes, refuse_autocast, storages, written_by
 
@@ -27,10 +28,12 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
 
     Returns the files as a source, the options that remain, and notes for the user. An ExportedProgram for
-    several sizes is written as it is. Raises TraceError where torch.export refuses the model, with the
-    user's line at which it stopped. The source lists tensors that entries share and write, since each file
-    has its own copy.
+    several sizes is written as it is, or each of its sizes where the model's code fixes them. Raises TraceError where
+    torch.export refuses the model, with the user's line at which it stopped. The source lists tensors that entries
+    share and write, since each file has its own copy.
     """
+    if options.sizes and source.live is not None and source.live.module is not None:
+        return _each_size(source, options, folder)
     if options.sizes:
         path = folder / "model.pt2"
         torch.export.save(sources.dynamic_program(source, options).program, path)
@@ -70,6 +73,22 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     return Source(kind="entries", entries=tuple(entries.items())), options, notes
 
 
+def _each_size(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:
+    """Write the model in the sizes of each profile."""
+    names = ", ".join(name for name, _ in options.sizes)
+    said = f"{names}: calls of other sizes than the plan's are refused, since the module's code fixes one"
+    notes: tuple[str, ...] = (said,)
+    parts: list[tuple[str, Source]] = []
+    for call in sources.dynamic_program(source, options).calls(options).values():
+        path = folder / f"model_{len(parts)}.pt2"
+        program, others = _export(call, path)
+        if written := written_by(call.name, program):
+            raise UnsupportedModelError(f"{call.name}: writes {written[0]!r}, which each size would have for itself")
+        notes += others
+        parts.append(("main", Source(kind="exported", model=str(path))))
+    return Source(kind="sizes", entries=tuple(parts)), replace(options, inputs=(), dims=(), examples=()), notes
+
+
 def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Write one call to ``path``; returns what was exported, and notes for the user."""
     if is_compiled(call.module):
@@ -86,7 +105,7 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
         missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
         # The hook is removed when the module is given back.
         module.register_forward_hook(results_by_name)
-        with exporting(call.name, "torch.export"):
+        with exporting(call.name, "torch.export"), padded_sequences():
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
             torch.export.save(program, path)
     return program, (*placed.notes, *missing)

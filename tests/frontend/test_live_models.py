@@ -14,8 +14,11 @@ from torch import Tensor, nn
 import nimblec
 from nimblec.base.options import Options, read_options
 from nimblec.base.source import LiveModel, Source
+from nimblec.cuda.load import load_models
+from nimblec.cuda.request import CompileRequest
 from nimblec.find_source import find_source
 from nimblec.pytorch import sources
+from nimblec.pytorch.dynamic_export import export_dynamic
 from nimblec.pytorch.handover import hand_over
 from nimblert import loading
 
@@ -60,6 +63,30 @@ def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tu
     source, _, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
     return sources.load(source, Options())["main"], notes
+
+
+class Steps(nn.Module):
+    """A loop in Python, which fixes the number of steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the squares of rows."""
+        total = torch.zeros(2)
+        for step in range(x.shape[0]):
+            total = total + x[step] ** 2
+        return total
+
+
+def test_size_fixed_by_code_hands_over_alone(tmp_path: Path) -> None:
+    options = read_options(dims={"steps": (2, 5)})
+    shapes = ({0: torch.export.Dim("steps", min=2, max=8)},)
+    module = LiveModel(model=Steps(), args=(torch.ones(4, 2),), dynamic_shapes=shapes)
+    source, options, notes = hand_over(export_dynamic(module, options), options, tmp_path)
+    request = CompileRequest(source=source, options=options, output=tmp_path / "model.plan", sys_path=())
+    assert "the module's code fixes one" in notes[0]
+    for ((_, ((_, size),)), model) in load_models(request, device="cpu").items():
+        (x,) = model.args
+        assert x.shape == (size, 2)
+        torch.testing.assert_close(model.module(x), {"output": Steps()(x)})
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
