@@ -152,10 +152,14 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.pytorch.handover import hand_over
+            from nimblec.onnx_export.value_sizes import as_onnx
+            from nimblec.pytorch.handover import ValueSizesError, hand_over
 
             with stage(observer, "export"):
-                source, options, notes = hand_over(source, options, output.parent)
+                try:
+                    source, options, notes = hand_over(source, options, output.parent)
+                except ValueSizesError as exc:
+                    source, options, notes = as_onnx(exc.call, options, output.parent)
         return (*notes, *compile_cuda(source, options, output, observer))
     from nimblec.cpu.ort_process import own_process
 

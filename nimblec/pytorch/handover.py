@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.options import Options
@@ -24,13 +25,22 @@ from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
 from nimblec.pytorch.state import declared_writes, refuse_autocast, storages, written_by
 
 
+class ValueSizesError(Exception):
+    """Sizes within a model depend on values of its inputs; ``call`` is the model with its arguments."""
+
+    def __init__(self, call: ModelCall) -> None:
+        super().__init__(call.name)
+        self.call = call
+
+
 def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:
     """Write a live model to ``.pt2`` files in ``folder``, one for each entry, its inputs of the sizes asked for.
 
     Returns the files as a source, the options that remain, and notes for the user. An ExportedProgram for
     several sizes is written as it is, or each of its sizes where the model's code fixes them. Raises TraceError where
-    torch.export refuses the model, with the user's line at which it stopped. The source lists tensors that entries
-    share and write, since each file has its own copy.
+    torch.export refuses the model, with the user's line at which it stopped, ValueSizesError for a single
+    model with sizes that depend on values. The source lists tensors that entries share and write, since each file has
+    its own copy.
     """
     if options.sizes and source.live is not None and source.live.module is not None:
         return _each_size(source, options, folder)
@@ -54,6 +64,8 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     for entry, call in calls.items():
         paths[entry] = folder / f"model_{len(paths)}.pt2"
         program, said = _export(call, paths[entry])
+        if source.kind != "entries" and _has_value_sizes(program):
+            raise ValueSizesError(call)
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
         if others & {*held[entry].values()}:
@@ -71,6 +83,10 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     if source.kind != "entries":
         return entries["main"], options, notes
     return Source(kind="entries", entries=tuple(entries.items())), options, notes
+
+
+def _has_value_sizes(program: ExportedProgram) -> bool:
+    return any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
 
 
 def _each_size(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:

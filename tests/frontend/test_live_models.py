@@ -17,9 +17,10 @@ from nimblec.base.source import LiveModel, Source
 from nimblec.cuda.load import load_models
 from nimblec.cuda.request import CompileRequest
 from nimblec.find_source import find_source
+from nimblec.onnx_export.value_sizes import as_onnx
 from nimblec.pytorch import sources
 from nimblec.pytorch.dynamic_export import export_dynamic
-from nimblec.pytorch.handover import hand_over
+from nimblec.pytorch.handover import ValueSizesError, hand_over
 from nimblert import loading
 
 REGISTRY: dict[str, float] = {}
@@ -87,6 +88,27 @@ def test_size_fixed_by_code_hands_over_alone(tmp_path: Path) -> None:
         (x,) = model.args
         assert x.shape == (size, 2)
         torch.testing.assert_close(model.module(x), {"output": Steps()(x)})
+
+
+class Above(nn.Module):
+    """Its output has a size that depends on values."""
+
+    def forward(self, x: Tensor, least: Tensor) -> Tensor:
+        """Return the elements above a number."""
+        return x[x > least]
+
+
+def test_sizes_of_values_are_bounded_in_an_onnx_file(tmp_path: Path) -> None:
+    x, least = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.tensor(0.0)
+    with pytest.raises(ValueSizesError) as raised:
+        hand_over(live(Above(), x, least), Options(), tmp_path)
+    source, options, _ = as_onnx(raised.value.call, Options(), tmp_path)
+    request = CompileRequest(source=source, options=options, output=tmp_path / "model.plan", sys_path=())
+    (model,) = load_models(request, device="cpu").values()
+    assert [tuple(tensor.shape) for _, tensor in model.inputs] == [(4,), ()]
+    values, sizes = model.module(x, least)
+    assert sizes.tolist() == [2]
+    assert values[:2].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])
