@@ -29,7 +29,8 @@ def recurrence_of_lengths(
     none, and a projection or none. Run it under a
     `Recorder`, which puts known values where they are used.
     """
-    lengths = lengths.to(torch.int64)
+    # A longer sequence than there are steps ends with the last.
+    lengths = lengths.to(torch.int64).clamp(max=x.shape[0])
     step = torch.arange(x.shape[0]).unsqueeze(1)
     is_over = (step >= lengths).unsqueeze(2)
     order = torch.where(step < lengths, lengths - 1 - step, step).unsqueeze(2)
