@@ -6,7 +6,7 @@ package.module:callable. Writes bench/results/gpu/cold_start.json, with --cpu be
 Every process loads files that an earlier one has written: the plan; a module pickled with its weights, which
 torch.compile compiles with the caches of Inductor in place; a package of AOTInductor with freezing; the ONNX file that
 torch exports (--cpu alone). A first process, which is not counted, writes bytecode and caches. Bytecode is written even
-where PYTHONDONTWRITEBYTECODE is set. Nothing else should run meanwhile.
+where PYTHONDONTWRITEBYTECODE is set. Systems write their files side by side, and start one at a time (bench/turns.py).
 
 "seconds" runs from before a process starts until its output is an array on the host, in the stages "python", "import",
 "load" and "run"; "load_ms" are those of a plan's load, as `nimblec run --profile-load` prints them. A plan's process
@@ -30,6 +30,7 @@ import numpy as np
 from bench import compiling, environment, running
 from bench.running import short
 from bench.tables import by_columns
+from bench.turns import Job, Place, Result, Turn, take_turns
 
 MODELS = ("bench.models.resnet50:fp16", "bench.models.resnet50:fp32", "bench.models.llama_decoder:bf16")
 _STAGES = ("python", "import", "load", "run")
@@ -147,16 +148,21 @@ def written(system: str, model: str, level: int | None, folder: Path) -> tuple[P
     return path, inputs
 
 
-def measure(system: str, model: str, level: int | None, repeats: int) -> dict[str, Any]:
-    """Return the figures of ``repeats`` starts, from quick to slow, and apart of the first one, with cold caches."""
+def measure(system: str, model: str, level: int | None, repeats: int) -> None:
+    """Report the figures of ``repeats`` starts, from quick to slow, after one that is not counted."""
+    turn = Turn(wait=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path, inputs = written(system, model, level, folder)
         nbytes = sum(file.stat().st_size for file in folder.glob(f"{path.name}*"))
-        runs = [started(system, path, inputs, folder) for _ in range(repeats + 1)]
+        runs = [started(system, path, inputs, folder)]
+        turn.begin()
+        runs += [started(system, path, inputs, folder) for _ in range(repeats)]
     if problem := next((run["problem"] for run in runs if "problem" in run), None):
-        return {"problem": problem}
-    return {"first": runs[0], "runs": sorted(runs[1:], key=lambda run: run["seconds"]), "nbytes": nbytes}
+        turn.report(problem=problem)
+    else:
+        turn.report(runs=sorted(runs[1:], key=lambda run: run["seconds"]), nbytes=nbytes)
+    turn.end()
 
 
 def _middle(figures: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -177,7 +183,6 @@ COLUMNS: dict[str, Callable[[str, str, Mapping[str, Any]], str]] = {
     "system": lambda _, system, __: system,
     "process start to first output, s": _seconds,
     **{name: _stage(name) for name in _STAGES},
-    "with cold caches": lambda _, __, figures: f"{figures['first']['seconds']:.2f}",
     "files, MB": lambda _, __, figures: f"{figures['nbytes'] / 1e6:.1f}",
 }
 
@@ -199,19 +204,32 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--systems", default=",".join(_SYSTEMS), help="those to measure, separated by commas")
     parser.add_argument("--output", type=Path, help="path of the results")
+    parser.add_argument("--limit-s", type=float, default=3600, help="time after which no figure is waited for")
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.one:
+        system, model = options.one
+        measure(system, model, None if options.cpu else options.level, options.repeats)
+        return
     folder = running.FOLDER.with_name("cpu") if options.cpu else running.FOLDER
     output = options.output or folder / "cold_start.json"
     if not options.markdown:
+        given = ["--level", str(options.level), "--repeats", str(options.repeats), *(["--cpu"] if options.cpu else [])]
+        command = (sys.executable, "-m", "bench.cold_start", *given, "--one")
         systems = [name for name in options.systems.split(",") if options.cpu or name != "ONNX Runtime"]
-        starts = {
-            model: {
-                name: measure(name, model, None if options.cpu else options.level, options.repeats)
-                for name in systems
-            }
+        starts: dict[str, dict[str, Result]] = {model: {} for model in options.models}
+
+        def keep(job: Job, result: Result) -> None:
+            starts[job.model][job.mode] = {"problem": result["failed"]} if "failed" in result else result
+
+        jobs = [
+            Job(table="", model=model, mode=system, command=(*command, system, model), limit_s=options.limit_s)
             for model in options.models
-        }
+            for system in systems
+        ]
+        places = [Place(jobs=jobs, environment=os.environ)]
+        take_turns(places, side_by_side=len(jobs), stop_after_s=options.limit_s, done=keep)
         environment.write(output, {"starts": starts})
     print(markdown(environment.read(output)))
 

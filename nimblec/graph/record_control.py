@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from nimblec.base.errors import UnsupportedModelError
@@ -31,7 +31,7 @@ def record_loop(
         slots = [inner.receive(f"slot_{number}", _on_meta(value)) for number, value in enumerate(first)]
         going, values = step(inner, slots)
         inner.output([going.to(torch.bool), *_fitting(values, slots, "a trip of the loop")])
-    loop = Loop(graph_module(inner, "Body"), slots, limit, f"the loop in {recorder.source or 'the model'}")
+    loop = Loop(_body(inner), slots, limit, f"the loop in {recorder.source or 'the model'}")
     mark_slots(loop.bodies[0], loop)
     return recorder.record_call(loop, [start.to(torch.bool), *first, *inner.captured], slots)
 
@@ -68,7 +68,7 @@ def record_switch(recorder: Recorder, index: Tensor, branches: Sequence[Branch])
     captured = {id(value): value for inner in inners for value in inner.captured}
     places = {key: place for place, key in enumerate(captured)}
     taken = [[places[id(value)] for value in inner.captured] for inner in inners]
-    switch = Switch([graph_module(inner, "Body") for inner in inners], slots, taken)
+    switch = Switch([_body(inner) for inner in inners], slots, taken)
     for body in switch.bodies:
         mark_slots(body, switch)
     return recorder.record_call(switch, [index, *captured.values()], slots)
@@ -105,6 +105,12 @@ def record_rows(
     empty = [torch.zeros(tuple(value.shape), dtype=value.dtype) for value in stacked]
     values = [torch.tensor(begin), *first, *empty]
     return record_loop(recorder, torch.tensor(begin < count), values, step, limit=count)[1:]
+
+
+def _body(inner: Recorder) -> fx.GraphModule:
+    """Return the module of a body; the recorder around it must not record how constants move to the device."""
+    with _disable_current_modes():
+        return graph_module(inner, "Body")
 
 
 def _on_meta(value: Tensor) -> Tensor:

@@ -302,9 +302,7 @@ def graph_module(recorder: Recorder, name: str, rewrite: Callable[[fx.Graph], ob
     graph.lint()
     used = {node.target for node in graph.nodes if node.op == "get_attr"}
     constants = {name: tensor for name, tensor in recorder.constants.items() if name in used}
-    with _disable_current_modes():  # a recorder around it would record the moves
-        held = on_device(constants, recorder.device)
-    return fx.GraphModule(held, graph, class_name=name)
+    return fx.GraphModule(on_device(constants, recorder.device), graph, class_name=name)
 
 
 def _makes_on(device: torch.device, kwargs: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from nimblec.base.ir import Access, Buffer, BufferKind, CopyWork, Graph, Op, Par
 from nimblec.cuda.derivation import Derivations
 from nimblec.cuda.refit_programs import Given, Recipes, assemble_refittable, recipes
 from nimblec.cuda.refittable import Refittable, make_refittable, of_files, of_modules, whole
+from nimblec.graph import recorder as graph_recorder
 from nimblec.kernels.gpu import SM_90
 from nimblec.onnx_import.importer import Weigh
 from nimblec.onnx_import.torch_model import load_onnx
@@ -106,6 +107,19 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "bert": (lambda: bert.Bert(vocabulary=100, width=64, heads=4, layers=1), bert.small()[1]),
 }
 """Smaller than those of `families`, of the same kinds of blocks: each level makes the same kinds of calls of them."""
+
+
+def test_a_weight_is_known_after_its_move_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one device here, so a clone stands for the move."""
+    monkeypatch.setattr(graph_recorder, "on_device", lambda held, _device: {k: v.clone() for k, v in held.items()})
+    recorder, weight = graph_recorder.Recorder(torch.device("cpu")), torch.ones(4)
+    derivations = Derivations()
+    derivations.add("weight", weight)
+    with derivations:
+        with recorder:
+            recorder.output([recorder.placeholder("x", torch.float32, (4,)) * weight])
+        module = graph_recorder.graph_module(recorder, "Model")
+    assert derivations.sources(module.constant_0) == {"weight"}
 
 
 @pytest.mark.parametrize(

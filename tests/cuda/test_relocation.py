@@ -1,13 +1,11 @@
 """Pointers told from numbers by their words in two captures; no GPU is needed for that."""
 
 import ctypes
-import mmap
 import struct
 from collections.abc import Collection
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from nimblec.base.errors import UnsupportedModelError
@@ -108,12 +106,10 @@ def test_an_int_beside_a_stale_half_pointer_is_no_pointer(relocator: Relocator) 
     assert found.params[:4] == (42).to_bytes(4, "little")
 
 
-def test_an_address_of_this_process_is_stale(relocator: Relocator) -> None:
-    heap = np.zeros(1 << 20, np.uint8)
-    on_heap = heap.ctypes.data
-    words = _pack(on_heap, 3 << 32 | 5, FIRST[0])
-    found = relocator.relocate(words, _pack(on_heap, 3 << 32 | 5, SECOND[0]))
-    assert found.params == _pack(0, 3 << 32 | 5, 0)
+def test_a_number_on_a_stale_pointer_is_kept(relocator: Relocator) -> None:
+    """A byte that the kernel reads, then seven of an older address: the word looks like one on the heap."""
+    on_heap = ctypes.addressof(ctypes.create_string_buffer(1 << 20)) & ~255 | 15
+    assert relocator.relocate(_pack(on_heap), _pack(on_heap)).params == _pack(on_heap)
 
 
 def test_the_tail_of_odd_parameters_is_kept(relocator: Relocator) -> None:
@@ -240,14 +236,3 @@ def test_the_names_of_a_generated_kernel_tell_what_it_writes() -> None:
     reads, writes = accesses(names, {"table_ptr"}, (a, b, c, d, 16))
     assert [id(t) for t in reads] == [id(a), id(c), id(d)]
     assert [id(t) for t in writes] == [id(b), id(c), id(d)]
-
-
-def test_reserved_addresses_are_numbers() -> None:
-    """CUDA reserves terabytes without access, where pairs of 32-bit numbers lie."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    reserved = libc.mmap(None, ctypes.c_size_t(1 << 20), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    memory = foreign.ForeignMemory()
-    assert not memory.is_of_process(reserved)
-    assert memory.is_of_process(ctypes.addressof(ctypes.create_string_buffer(1 << 20)))
-    libc.munmap(ctypes.c_void_p(reserved), ctypes.c_size_t(1 << 20))

@@ -1,8 +1,4 @@
-"""Device memory that a library allocated without torch, such as cuDNN's counters, and memory of this process."""
-
-from bisect import bisect_right
-from functools import cached_property
-from pathlib import Path
+"""Device memory that a library allocated without torch, such as cuDNN's counters."""
 
 import numpy as np
 
@@ -36,20 +32,6 @@ class ForeignMemory:
         if address not in self._known:
             self._known[address] = self._look_up(address)
         return self._known[address]
-
-    def is_of_process(self, address: int) -> bool:
-        """Return whether an address lies in memory of this process: its heap, a stack, a library's variables.
-
-        CUDA reserves most addresses without access, and a pair of numbers looks like one of those.
-        """
-        first = bisect_right(self._mapped, (address, 1 << 64)) - 1
-        return first >= 0 and address < self._mapped[first][1]
-
-    @cached_property
-    def _mapped(self) -> list[tuple[int, int]]:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        ranges = (line.partition(" ")[0].split("-") for line in lines if " rw-p " in line)
-        return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
     def content(self, index: int) -> memoryview:
         """Return the current contents of an allocation."""

@@ -70,7 +70,6 @@ class Relocator:
                 continue
             if target is not None:
                 targets.append((8 * i, target))
-            if target is not None or self._is_stale(int(a[i]), int(b[i])):
                 kept[8 * i : 8 * i + 8] = 0
         pointed = tuple(targets) if self._generator is None else self._generator.replaced(targets)
         return RelocatedParams(params=kept.tobytes(), targets=pointed)
@@ -85,13 +84,6 @@ class Relocator:
                 f"it uses device memory at {first:#x} that torch did not allocate: allocate it as a tensor of torch"
             )
         return target
-
-    def _is_stale(self, first: int, second: int) -> bool:
-        """Return whether a word that is no pointer to device memory is an address on the heap or a stack.
-
-        No kernel can use it: it stands in padding, and another compilation may have another one there.
-        """
-        return first == second and self._foreign.is_of_process(first)
 
     def _classify(self, first: int, second: int, declared: Container[int] | None) -> Target | None:
         if first != second:
