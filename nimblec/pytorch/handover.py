@@ -105,6 +105,13 @@ def _each_size(source: Source, options: Options, folder: Path) -> tuple[Source, 
     return Source(kind="sizes", entries=tuple(parts)), replace(options, inputs=(), dims=(), examples=()), notes
 
 
+def _has_vmap(program: ExportedProgram) -> bool:
+    """Return whether an exported graph has the calls of torch.vmap, as that of associative_scan does."""
+    blocks = (module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
+    targets = (node.target for block in blocks for node in block.graph.nodes)
+    return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
+
+
 def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Write one call to ``path``; returns what was exported, and notes for the user."""
     if is_compiled(call.module):
@@ -123,5 +130,8 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
         module.register_forward_hook(results_by_name)
         with exporting(call.name, "torch.export"), padded_sequences():
             program = torch.export.export(module, placed.args, placed.kwargs, strict=False)
+            if _has_vmap(program):
+                # Older torch (2.11) writes no file with such calls.
+                program = program.run_decompositions({})
             torch.export.save(program, path)
     return program, (*placed.notes, *missing)
