@@ -7,8 +7,9 @@
 LSTMs of 1 and 2 layers (300 to 512, last state) and BERT-base read sentences of 8 to 64 words, a child-sum Tree-LSTM
 (300 to 150) binary trees of as many leaves; sizes are drawn, the same for every system. A figure is the median, over
 rounds, of the mean time of a call from numpy arrays to numpy arrays. Each system has a process of its own; they measure
-one at a time (bench/turns.py), on as many threads. On the GPU, nimblec compiles at -O1, LSTMs read 16, 32, 48 or 64
-words, and torch.compile makes CUDA graphs, but for the Tree-LSTM's cell: a later call of it reads earlier results.
+one at a time (bench/turns.py), on as many threads. On the GPU, nimblec compiles at -O1, the Tree-LSTM by levels, LSTMs
+read 16, 32, 48 or 64 words, and torch.compile makes CUDA graphs, but for the Tree-LSTM's cell: a later call of it reads
+earlier results.
 """
 
 import argparse
@@ -70,18 +71,18 @@ class _Recursive(nn.Module):
 
         def visit(node: int) -> tuple[Tensor, Tensor]:
             states = [visit(child) if child >= 0 else (none, none) for child in rows[node]]
-            h, c = (torch.cat(part) for part in zip(*states, strict=True))
+            h, c = (torch.cat(part).unsqueeze(0) for part in zip(*states, strict=True))
             found: tuple[Tensor, Tensor] = self.cell(words[node : node + 1], h, c)
             return found
 
         return visit(int(count) - 1)[0]
 
 
-def build(network: str) -> nn.Module:
+def build(network: str, target: Target) -> nn.Module:
     """Return a network with seeded random weights."""
     torch.manual_seed(0)
     if network == "tree-lstm":
-        return tree_lstm.child_sum()[0]
+        return (tree_lstm.child_sum if target == "cpu" else tree_lstm.child_sum_by_levels)()[0]
     if network == "bert-base":
         from transformers import BertConfig, BertModel
 
@@ -129,7 +130,7 @@ def _dynamic(network: str, target: Target = "cpu") -> dict[str, Any]:
 
 def caller(network: str, system: str, threads: int, target: Target) -> Call:
     """Return a call of a network in a system."""
-    module = build(network)
+    module = build(network, target)
     example = tuple(map(torch.from_numpy, samples(network, target)[0]))
     if system == "nimblec":
         import nimblec

@@ -1,6 +1,7 @@
 """Whole generations in one launch, beside transformers' static cache under torch.compile.
 
     python -m bench.generation -o bench/results/gpu/generation.json
+    python -m bench.generation --show bench/results/gpu/generation.json
 
 Models have the shapes of GPT-2 and of a Llama of 1.1 billion parameters, with random weights; batch 1, a prompt of 16
 tokens, then 128 greedy ones. Each system has a process of its own; they measure one at a time (bench/turns.py). A
@@ -112,6 +113,8 @@ def show(figures: dict[str, Any]) -> list[str]:
     rows = []
     for name in MODELS:
         ours, theirs = (figures["figures"].get(f"{name}/{system}", {}) for system in SYSTEMS)
+        if not ours:
+            continue
         times = ours.get("whole_ms"), ours.get("one_by_one_ms"), theirs.get("whole_ms")
         ratio = times[0] and times[2] and times[2] / times[0]
         rows.append([name, *(number(t, 1) for t in times), number(ratio, 2), str(ours.get("equal_to_greedy", ""))])
@@ -125,8 +128,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--level", type=int, default=2, choices=(0, 1, 2))
     parser.add_argument("--limit-s", type=float, default=3600, help="time after which no figure is waited for")
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of these figures")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.show:
+        print("\n".join(show(json.loads(options.show.read_text()))))
+        return
     if options.one:
         name, system = options.one
         measure(name, system, options.level)

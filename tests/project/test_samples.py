@@ -100,7 +100,7 @@ def test_resnet18_compiles_from_its_name_and_agrees_with_torch(nimblec: CommandL
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("cell", ["child_sum", "binary"])
+@pytest.mark.parametrize("cell", ["child_sum", "binary", "child_sum_by_levels", "binary_by_levels"])
 def test_one_plan_serves_every_tree(cell: str, nimblec: CommandLine, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
 
@@ -108,7 +108,7 @@ def test_one_plan_serves_every_tree(cell: str, nimblec: CommandLine, tmp_path: P
     from samples import tree_lstm
 
     nimblec.prints("compile", f"samples.tree_lstm:{cell}", "-o", tmp_path / "tree.plan", "--target", "cpu")
-    module, (words, *_) = getattr(tree_lstm, cell)()
+    module, (words, *_) = getattr(tree_lstm, cell.removesuffix("_by_levels"))()
     leaf: tree_lstm.Tree = []
     trees = (leaf, [leaf, leaf], [[leaf, [[leaf, leaf], leaf]], [leaf]], [[[[[leaf]]]]])
     with nimblert.load(tmp_path / "tree.plan") as executable, torch.inference_mode():
