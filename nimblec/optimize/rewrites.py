@@ -2,6 +2,7 @@
 
 from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.simplify import simplify
+from nimblec.kernels.reductions.cached_rewrite import attend_to_caches
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights
 from nimblec.optimize.passes.attention import fuse_attention
@@ -188,13 +189,18 @@ REGIONS = Pipeline(
         passes=(
             Pass(run=mark_writes, reason="a region would copy a whole tensor to change one of its rows"),
             Pass(
+                run=attend_to_caches,
+                needs=(mark_writes,),
+                reason="rows that may be written in place are marked, and regions would compute the rotation",
+            ),
+            Pass(
                 run=lay_groups_contiguous,
                 reason="kernels that read channels last have been chosen by now, and regions compute the copies",
             ),
             Pass(run=free_biases, reason="the regions that generate_regions forms add the biases"),
             Pass(
                 run=generate_regions,
-                needs=(mark_writes, lay_groups_contiguous, free_biases),
+                needs=(mark_writes, attend_to_caches, lay_groups_contiguous, free_biases),
                 takes=("at_any_cost",),
                 reason="no other pass knows what a region computes",
             ),

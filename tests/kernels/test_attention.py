@@ -93,6 +93,13 @@ def _shared_keys(x: Tensor) -> Tensor:
     return _join(scaled_dot_product_attention(query, key[:, :1], value[:, :1], enable_gqa=True))
 
 
+def _repeated_keys(x: Tensor) -> Tensor:
+    """Repeat each head of keys and values, as transformers does."""
+    query, key, value = _projected(x)
+    key, value = (part[:, :1, None].expand(-1, -1, HEADS, -1, -1).flatten(1, 2) for part in (key, value))
+    return _join(scaled_dot_product_attention(query, key, value))
+
+
 def _copied(x: Tensor) -> Tensor:
     query, key, value = (part.contiguous() for part in _projected(x))
     return _join(scaled_dot_product_attention(query, key, value))
@@ -106,6 +113,7 @@ MODELS: "dict[str, Callable[[Tensor], Tensor]]" = {
     "cross": _cross,
     "computed mask": _computed_mask,
     "shared keys": _shared_keys,
+    "repeated keys": _repeated_keys,
     "copied": _copied,
     "returned": lambda x: scaled_dot_product_attention(*(part.contiguous() for part in _projected(x))),
 }

@@ -34,11 +34,12 @@ from nimblec.kernels.products.trained_op import (
     weight_gradient,
 )
 from nimblec.kernels.reductions.attention_op import attention
+from nimblec.kernels.reductions.cached_op import cached_attention
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.optimize.o2 import FAMILIES
 
-OPTIONS = {"num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg"}
+OPTIONS = {"num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg", "debug", "sanitize_overflow"}
 """Triton's."""
 
 
@@ -56,6 +57,7 @@ FACTORS = {"scale": _half(16, dtype=torch.float32), "shift": None, "gate": _half
 ROWS = _half(5, 16)
 MOMENTS = {"moments": _half(2, 2, 5, dtype=torch.float32), "column_sums": _half(16, dtype=torch.float32), "rms": True}
 HEADS = _half(1, 9, 2, 16).transpose(1, 2)
+HEAD = HEADS[:, :, :1]
 FILTERS, TRAINED = _images(16, 16, 3, 3), ([1, 1, 1, 1, 1, 1], [16, 16, 16, 2, 4, 2], "late")
 DEPTHWISE = _half(16, 1, 3, 3)
 STATE = _half(2, 3, 64)
@@ -77,6 +79,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
     "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
+    "cached attention": (
+        cached_attention,
+        (HEAD, HEADS, HEADS, HEAD, HEAD, COUNTERS[:1].long(), _half(9), VECTOR, VECTOR, 0.5, [16, 4, 1], "late"),
+        {},
+    ),
     "pool": (pool2d, (X, "max", [3, 3], [2, 2], [1, 1], [1, 1], False, None, "relu", [8, 16, 2], "late"), {}),
     "mean": (mean2d, (X, True, "none", [64, 16, 4], "late"), {}),
     "trained convolution": (trained_convolution, (X, FILTERS, VECTOR, COUNTERS, *TRAINED), {"arithmetic": "tf32"}),
@@ -136,6 +143,8 @@ def test_a_launch_starts_early_only_if_its_kernel_waits(name: str, trigger: Trig
 def test_every_op_and_every_template_is_among_them() -> None:
     assert {op for op, *_ in CALLS.values()} == ops()
     told = {template for family in FAMILIES for template in family.templates}
+    # The tiling of attention to a cache follows from its sizes.
+    told.add("nimblec.kernels.reductions.cached_template")
     assert {_launch(name).template.partition(":")[0] for name in CALLS} == told
 
 

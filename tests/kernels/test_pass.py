@@ -100,7 +100,15 @@ def _used_twice(x: Tensor) -> Tensor:
 
 
 def _of_row(x: Tensor, part: int) -> Tensor:
-    return functional.linear(x, torch.cat((MATRIX, SQUARE / 5))).chunk(2, -1)[part]
+    return _halves(x)[part]
+
+
+def _halves(x: Tensor) -> tuple[Tensor, ...]:
+    return functional.linear(x, torch.cat((MATRIX, SQUARE / 5))).chunk(2, -1)
+
+
+def _gated(first: Tensor, second: Tensor) -> Tensor:
+    return functional.silu(first) * second
 
 
 FIRST = "convolution none"
@@ -222,6 +230,18 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
         lambda x: x + functional.linear(_of_row(x, 1) * functional.gelu(_of_row(x, 0)), MATRIX), ROWS[:1, :1],
         "linear none, linear none residual after gate gelu",
     ),
+    "a row of two halves": (
+        lambda x: x + functional.linear(_gated(*_halves(x)), MATRIX), ROWS[:1, :1],
+        "linear silu gated 0, linear none residual",
+    ),
+    "a row of two halves, the gate first": (
+        lambda x: _gated(*functional.linear(x, SQUARE, VECTOR).chunk(2, -1)[::-1]), ROWS[:1, :1],
+        "linear silu gated 1",
+    ),
+    "products of a row that are read together": (
+        lambda x: _gated(functional.linear(x, MATRIX), functional.linear(x, SQUARE)), ROWS[:1, :1],
+        "linear silu gated 0",
+    ),
     "gated rows": (
         lambda x: functional.linear(functional.silu(_of_row(x, 0)) * _of_row(x, 1), MATRIX), ROWS,
         "linear none, linear none",
@@ -235,6 +255,7 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
 
 def _told(request: ProductRequest) -> str:
     words = [request.kind, request.activation, *(["residual"] if request.residual else [])]
+    words += [] if request.activated is None else ["gated", str(request.activated)]
     before = request.before
     if before is not None:
         named = {"scale": before.scale, "shift": before.shift, "gate": before.gate}
@@ -264,6 +285,14 @@ def test_what_is_fused_and_its_values(name: str) -> None:
     for expected, result in zip(run(module, x), run(own, x), strict=True):
         torch.testing.assert_close(result, expected, atol=4e-3, rtol=4e-3)
         assert result.stride() == expected.stride()
+
+
+def test_a_product_of_a_depth_without_tilings_of_rows_has_no_gate() -> None:
+    weight = random_half(48, 300)
+    module = record(lambda x: _gated(*functional.linear(x, weight).chunk(2, -1)), random_half(1, 300))
+    (request,) = requests(optimize(module, device="cuda"))
+    assert request.activated is None
+    assert tilings(request, SM_90)
 
 
 def test_counters_are_scratch_memory() -> None:

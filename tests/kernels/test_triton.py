@@ -18,7 +18,8 @@ from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, product
 from nimblec.kernels.products.depthwise_op import depthwise_launch, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
-from nimblec.kernels.products.gemm_op import convolution_launch
+from nimblec.kernels.launch import prepared
+from nimblec.kernels.products.gemm_op import convolution_launch, linear
 from nimblec.kernels.reductions.norm_op import normalized
 from nimblec.kernels.products.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.products.gemm_reference import RowNorm, moments_of
@@ -78,6 +79,17 @@ def normed(rows, columns, out, tiling, widths, *, rms=False, residual=False, act
     torch.testing.assert_close(y.float(), expected, atol=8e-3, rtol=2e-3)
     torch.testing.assert_close(left, moments_of(y, tiling.block_n), atol=1e-5, rtol=1e-5)
 
+def gated(columns, out, tiling, **norm):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, columns).half(), (torch.randn(columns, out) / columns ** 0.5).half()
+    if norm:
+        norm |= {"moments": moments_of(x, 16), "column_sums": weight.float().sum(0)}
+    packed = pack_linear(weight, Tiling.of(tiling))
+    args = x, packed, torch.randn(out).half(), None, None, out, "silu", tiling, "none"
+    made = prepared(linear, *args, gated=True, **norm)
+    made.launch()
+    torch.testing.assert_close(made.results, linear(*args, gated=True, **norm), atol=2e-3, rtol=2e-3)
+
 def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
               before="", gate=False, slices=1, multiplier=1):
     torch.manual_seed(0)
@@ -113,6 +125,8 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "one row": "check((1, 1), 80, 50, [1, 8, 32, 1, 4, 2], 'silu', residual=True)",
     "one row split": "check((1, 1), 200, 50, [1, 4, 32, 3, 4, 2], 'none', dtype=torch.float32)",
     "one row with a gate": "check((1, 1), 80, 50, [1, 4, 64, 1, 4, 1], 'none', before='silu', gate=True)",
+    "one gated row": "gated(80, 50, [1, 8, 32, 1, 4, 2])",
+    "one gated row of an RMS norm": "gated(96, 64, [1, 4, 128, 1, 4, 1], eps=1e-2, rms=True)",
     "one row of an RMS norm": "normed(1, 96, 32, [1, 8, 32, 1, 4, 2], 32, rms=True)",
     "product of a norm": "normed(37, 96, 32, [16, 16, 32, 1, 4, 2], 32, residual=True, activation='gelu')",
     "product of a norm, split": "normed(5, 96, 64, [16, 32, 32, 3, 4, 2], 32, residual=True)",

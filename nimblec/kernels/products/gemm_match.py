@@ -11,7 +11,9 @@ from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, onl
 from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LINEARS, WHOLE_VIEWS, activation_of
 from nimblec.kernels.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
+from nimblec.kernels.products.gated import gate_after
 from nimblec.kernels.products.gemm_op import Arithmetic
+from nimblec.kernels.products.gemm_tilings import row_candidates
 from nimblec.kernels.products.parts import place
 from nimblec.kernels.products.prologue import PrologueMatch, prologues, row_prologue
 from nimblec.kernels.shapes import Convolution
@@ -27,7 +29,8 @@ _LINEARS = (*LINEARS, aten._addmm_activation.default)
 class ProductRequest:
     """Calls that one launch could compute: ``nodes`` in their order, of which the last is the result.
 
-    The result is written ``into`` part of larger images, if any. ``constants`` are all that the calls read.
+    The result is written ``into`` part of larger images, if any. ``constants`` are all that the calls read. Where a
+    half of a product's columns is ``activated``, number 0 or 1, the result is the activation times the other half.
     """
 
     kind: Kind
@@ -42,6 +45,7 @@ class ProductRequest:
     constants: Mapping[fx.Node, Tensor]
     before: PrologueMatch | None = None
     into: fx.Node | None = None
+    activated: int | None = None
 
     @property
     def head(self) -> fx.Node:
@@ -213,6 +217,12 @@ def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) 
 
     A linear is followed through views: the residual then has its order in memory.
     """
+    is_row = request.kind == "linear" and request.shape.rows == 1 and request.activation == "none"
+    # No tiling of a row fits some depths; those for tensor cores compute no gate.
+    gate = gate_after(request.head) if is_row and row_candidates(request.shape) else None
+    if gate is not None and all(owners.get(node, request.head) is request.head for node in gate.nodes):
+        nodes = (*request.nodes, *gate.nodes)
+        return replace(request, nodes=nodes, activation=gate.activation, activated=gate.activated)
     reached = request.nodes
     while request.activation == "none" and (user := only_user(reached[-1])) is not None:
         if owners.get(user, request.head) is not request.head:

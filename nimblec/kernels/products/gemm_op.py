@@ -53,11 +53,13 @@ def convolution_launch(
     prologue: Prologue = NO_PROLOGUE,
     norm: RowNorm | None = None,
     out_moments: Tensor | None = None,
+    gated: bool = False,
 ) -> Launch:
     """Return the launch that writes the convolution of ``x`` to ``out``, in rows of ``shape.out_stride`` elements.
 
     In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
-    columns must be a multiple of ``block_n``.
+    columns must be a multiple of ``block_n``. A ``gated`` product of one row multiplies the activation of each column
+    by the column after it.
     """
     down, across = tiling.tiles(shape)
     partials = None
@@ -83,6 +85,7 @@ def convolution_launch(
         settings={
             **shape.settings,
             "OUT_STRIDE": shape.out_stride or shape.out_channels,
+            "GATED": gated,
             "BEFORE": prologue.activation,
             **(_NO_NORM if norm is None else norm.settings),
             "ACTIVATION": activation,
@@ -184,10 +187,11 @@ def _linear_and_moments(
     arithmetic: str = "tf32",
     gate: Tensor | None = None,
     before: str = "none",
+    gated: bool = False,
     **norm: Any,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
     x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty((x.shape[0], out_channels))
+    out = x.new_empty((x.shape[0], out_channels // 2 if gated else out_channels))
     moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
     launch = convolution_launch(
         product_shape(x, out_channels),
@@ -204,6 +208,7 @@ def _linear_and_moments(
         prologue=Prologue(gate=gate, activation=before),
         norm=_row_norm(**norm),
         out_moments=moments,
+        gated=gated,
     )
     return Prepared((out, moments), launch)
 
@@ -241,6 +246,7 @@ def _linear_on_cpu(
     arithmetic: str = "tf32",
     gate: Tensor | None = None,
     before: str = "none",
+    gated: bool = False,
     **norm: Any,
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
@@ -251,7 +257,12 @@ def _linear_on_cpu(
         total = corrected(total, x.shape[1])
     if bias is not None:
         total += bias.float()
-    return finish(total, residual, activation).to(x.dtype)
+    if gated:
+        first, second = total.to(x.dtype).float().unflatten(1, (-1, 2)).unbind(2)
+        total = finish(first, None, activation) * second
+    else:
+        total = finish(total, residual, activation)
+    return total.to(x.dtype)
 
 
 def _linear_and_moments_on_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
@@ -268,7 +279,7 @@ _CONVOLUTION = (
 _LINEAR = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "str activation, int[] tiling, str trigger, *, Tensor? gate=None, str before='none', str arithmetic='tf32', "
-    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False"
+    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False, bool gated=False"
 )
 convolution = define_op(f"convolution({_CONVOLUTION}) -> Tensor", prepare=_convolution, reference=_convolution_on_cpu)
 convolution_into = define_op(

@@ -23,6 +23,8 @@ from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack
 from nimblec.kernels.products.siblings import join_siblings
 from nimblec.kernels.selector import Choose, Family, Timed
 
+aten = torch.ops.aten
+
 AnyTiling = Tiling | DepthwiseTiling
 
 
@@ -46,7 +48,11 @@ def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
     last = request.nodes[-1]
     after = request.nodes[request.nodes.index(request.head) :]
     views = [node for node in after if is_call(node, *WHOLE_VIEWS)]
-    result = viewed_alike(rewriter, call.put(rewriter, at=last), views, at=last)
+    result = call.put(rewriter, at=last)
+    if request.activated is None:
+        result = viewed_alike(rewriter, result, views, at=last)
+    else:
+        result = rewriter.call(aten.reshape.default, result, list(fake(last).shape), at=last)
     assert fake(result).stride() == fake(last).stride(), f"{last.format_node()} would become {result.format_node()}"
     rewriter.replace(last, result)
 
@@ -56,6 +62,8 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     if request.kind == "depthwise":
         return depthwise_candidates(request.shape, gpu)
     of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
+    if request.activated is not None:
+        return of_rows
     return [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
 
 
@@ -72,10 +80,17 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     arithmetic = request.arithmetic if tiling.block_m > 1 else "tf32x3"
     how = {"arithmetic": arithmetic, **how}
     is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"
-    weight = Made(source=source, make=partial(_packed, request.kind, tiling, is_rounded), role="weights")
+    pack = partial(_packed, request.kind, tiling, is_rounded, request.activated)
+    weight = Made(source=source, make=pack, role="weights")
     counters = counters_of(tiling, shape, source.device)
     x = request.x if request.before is None else _as_read(request, request.x)
-    shared = (x, weight, request.bias, _residual(request), counters, shape.out_channels)
+    bias: fx.Node | Made | None = request.bias
+    if request.bias is not None and request.activated is not None:
+        pair = partial(_paired, request.activated)
+        bias = Made(source=request.constants[request.bias], make=pair, role="factors")
+    if request.activated is not None:
+        how["gated"] = True
+    shared = (x, weight, bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)
     if request.into is None:
@@ -83,10 +98,18 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     return Call(op=convolution_into, args=(*shared, *geometry, *end), kwargs={**how, "out": request.into})
 
 
-def _packed(kind: str, tiling: Tiling, is_rounded: bool, weight: Tensor) -> Tensor:
+def _packed(kind: str, tiling: Tiling, is_rounded: bool, activated: int | None, weight: Tensor) -> Tensor:
+    if activated is not None:
+        weight = _paired(activated, weight)
     if is_rounded:
         weight = for_tensor_cores(weight)
     return (pack_linear if kind == "linear" else pack_convolution)(weight, tiling)
+
+
+def _paired(activated: int, tensor: Tensor) -> Tensor:
+    """Return the columns of both halves in pairs, the ``activated`` half's first."""
+    first, second = tensor.chunk(2, -1)[:: -1 if activated else 1]
+    return torch.stack((first, second), -1).flatten(-2)
 
 
 def _residual(request: ProductRequest) -> fx.Node | AsStored | None:

@@ -11,9 +11,10 @@ Tensor cores ignore the lower 13 bits of float32 (``PRECISION`` "tf32"). For all
 two and three of the four products are added (Ootomo and Yokota, "Recovering single precision accuracy from Tensor
 Cores", 2022).
 
-A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero. The kernel that
-computes the rows may also leave ``moments`` of each tile's part of a row, its sum and sum of squares, for a norm that
-is never materialised: ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``.
+A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read; padding stays zero. ``GATED`` columns
+are pairs: the first of a pair passes the activation and is multiplied by the second. The kernel that computes the rows
+may also leave ``moments`` of each tile's part of a row, its sum and sum of squares, for a norm that is never
+materialised: ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``.
 """
 
 import triton
@@ -60,6 +61,7 @@ def convolution(
     EPS: tl.constexpr,
     PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -73,7 +75,8 @@ def convolution(
     Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
     prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
     or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
-    each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows).
+    each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
+    has half the channels; its sum is not split, and it has no residual.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -187,10 +190,19 @@ def convolution(
             total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
         if residual_ptr is not None:
             total += residual.to(tl.float32)
-        result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_offsets, result, mask=exists)
-        if out_moments_ptr is not None:
-            store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
+        total += bias[None, :]
+        if GATED:
+            rounded = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+            first, second = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+            result = (activate(first, ACTIVATION) * second).to(out_ptr.dtype.element_ty)
+            pairs = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            pair_offsets = rows[:, None] * OUT_STRIDE + pairs[None, :]
+            tl.store(out_ptr + pair_offsets, result, mask=(rows < ROWS)[:, None] & (pairs * 2 < OUT_CHANNELS)[None, :])
+        else:
+            result = activate(total, ACTIVATION).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + out_offsets, result, mask=exists)
+            if out_moments_ptr is not None:
+                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
     else:
         tile = tile_n * TILES_M + tile_m
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N

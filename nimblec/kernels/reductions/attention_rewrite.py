@@ -105,6 +105,9 @@ def _strides(result: Tensor) -> tuple[int, ...]:
 def _request(node: fx.Node) -> AttentionRequest | None:
     given = bound(node)
     query, key, value = (_uncopied(given[name]) for name in ("query", "key", "value"))
+    kept = _unrepeated(key), _unrepeated(value)
+    if fake(kept[0]).shape[1] == fake(kept[1]).shape[1]:
+        key, value = kept
     mask, causal = given["attn_mask"], bool(given["is_causal"])
     if given["dropout_p"] or (causal and mask is not None) or not _is_served(node, query, key, value):
         return None
@@ -145,6 +148,20 @@ def _uncopied(node: fx.Node) -> fx.Node:
         if fake(source).shape == fake(node).shape:
             best = source
     return best
+
+
+def _unrepeated(node: fx.Node) -> fx.Node:
+    """Return keys or values (batch, heads, keys, size) before each head was repeated for several heads of the query."""
+    joined = argument(node, 0) if is_call(node, *RESHAPES) else node
+    single = argument(joined, 0) if is_call(joined, aten.expand.default) else joined
+    kept = argument(single, 0) if is_call(single, aten.unsqueeze.default) else single
+    shapes = [tuple(fake(each).shape) for each in (kept, single, joined, node)]
+    if len(shapes[0]) != 4 or len(shapes[2]) != 5:
+        return node
+    batch, heads, *rest = shapes[0]
+    times = shapes[2][2]
+    wanted = (batch, heads, 1, *rest), (batch, heads, times, *rest), (batch, heads * times, *rest)
+    return kept if tuple(shapes[1:]) == wanted else node
 
 
 def tilings(request: AttentionRequest, gpu: GPU) -> Sequence[AttentionTiling]:

@@ -77,7 +77,7 @@ def _maker(node: fx.Node) -> fx.Node | None:
     """Return the product of whose whole result the value is a view; None where it is no product."""
     while is_call(node, *WHOLE_VIEWS) and is_view(node):
         node = argument(node, 0)
-    return node if is_call(node, linear) else None
+    return node if is_call(node, linear) and not bound(node)["gated"] else None
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
