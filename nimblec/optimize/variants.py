@@ -18,6 +18,7 @@ from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.control import has_control
 from nimblec.pytorch.flat import device_of, flattened
 from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.recurrent import has_lengths
 
 CAST = Pipeline(
     Phase(
@@ -74,7 +75,7 @@ def variants(
         if dtype is not None:
             yield Variant(name="cast", make=cast)
             return
-        if model.is_flat or not has_control(model.module):
+        if model.is_flat or not (has_control(model.module) or has_lengths(model.module)):
             yield as_it_runs(model)
         if not model.is_flat:
             yield Variant(name="as a graph", make=partial(flattened, model), is_fallback=True)
