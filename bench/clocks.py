@@ -1,5 +1,6 @@
 """Samples of a clock: their spread, and whether the machine was quiet meanwhile."""
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -31,14 +32,21 @@ def unrest(figures: Mapping[str, Mapping[str, float]]) -> float:
     return max(found)
 
 
-def quietest(groups: Mapping[str, Callable[[], Samples]]) -> dict[str, Any]:
+def add_option(parser: ArgumentParser) -> None:
+    """Add --clocks, the argument ``asked`` of `quietest`."""
+    parser.add_argument("--clocks", default="", help="groups of clocks to sample, such as kernels,call (default: all)")
+
+
+def quietest(groups: Mapping[str, Callable[[], Samples]], asked: str = "") -> dict[str, Any]:
     """Return the spreads of all clocks, and as "noisy" the groups that were noisy in each of `TRIES` tries.
 
-    The clocks of a group are sampled together, again until they are quiet. The quietest try counts.
+    The clocks of a group are sampled together, again until they are quiet. The quietest try counts. ``asked`` names
+    the groups to sample, with commas between them; all where it is empty.
     """
     figures: dict[str, Any] = {}
     noisy = []
-    for name, sample in groups.items():
+    for name in asked.split(",") if asked else groups:
+        sample = groups[name]
         tries: list[dict[str, dict[str, float]]] = []
         while len(tries) < TRIES and not (tries and unrest(tries[-1]) <= 1):
             tries.append({clock: spread(times) for clock, times in sample().items()})

@@ -120,7 +120,7 @@ def _dynamic(network: str, target: Target = "cpu") -> dict[str, Any]:
     if network == "tree-lstm":
         return {}
     if network == "bert-base":
-        lengths = (8, 16, 24, 32, 48, 64) if target == "cpu" else (16, 32, 64)
+        lengths = range(_LEAST, _MOST + 1) if target == "cpu" else (16, 32, 64)
         return {"dynamic_shapes": ({1: dim}, {1: dim}), "dims": {"n": lengths}, "pad_masks": "attention_mask"}
     return {
         "dynamic_shapes": ({0: dim},),

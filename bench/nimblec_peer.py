@@ -1,7 +1,8 @@
 """One model in nimblec alone, at one level; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--turns]; --fp32 switches TF32 off; --chain also
-times the same kernels in one chain, and describes the schedule; --turns takes turns with other processes at measuring.
+Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--clocks GROUPS] [--turns]; --fp32 switches TF32
+off; --chain also times the same kernels in one chain, and describes the schedule; --turns takes turns with other
+processes at measuring.
 
 kernels_us: GPU time of the plan's graph, by events around each replay. replay_us: the wall clock of the same replay,
 synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays;
@@ -195,7 +196,11 @@ def prepare(options: argparse.Namespace, folder: Path, opened: ExitStack) -> Sce
         "work": work(plan),
     }
     return Scenario(
-        measure=lambda: {**clocks.quietest(groups), "page_locked_gbps": page_locked_gbps()}, facts=lambda: figures
+        measure=lambda: {
+            **clocks.quietest(groups, options.clocks),
+            **({} if options.clocks else {"page_locked_gbps": page_locked_gbps()}),
+        },
+        facts=lambda: figures,
     )
 
 
@@ -204,6 +209,7 @@ def main() -> None:
     parser = peer_parser(__doc__, model=False)
     parser.add_argument("level", type=int)
     add_model(parser)
+    clocks.add_option(parser)
     parser.add_argument("--chain", action="store_true")
     run_peer(parser, prepare)
 

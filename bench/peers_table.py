@@ -98,8 +98,8 @@ def markdown(results: dict[str, Any]) -> str:
     models = {spec: figures for curve in by_batch(results).values() for spec, figures in curve.values()}
     shown = [c for c in (*COMPARISONS, TUNED) if any(ratio(figures, c) for figures in models.values())]
     columns: dict[str, Callable[[str, Figures], str]] = {"model": lambda spec, _: short(spec)}
-    columns |= {f"{c.title}: torch / ours, us": partial(_pair, c) for c in shown}
-    columns |= {"launches: torch / ours": _launches, "error: eager / torch / ours": _errors}
+    columns |= {f"{c.title}: torch / ours, us": partial(pair, c) for c in shown}
+    columns |= {"launches: torch / ours": launches, "error: eager / torch / ours": errors}
     there = {spec: figures for spec, figures in models.items() if any(ratio(figures, c) for c in shown)}
     means = [number(geometric_mean(ratio(figures, c) for figures in models.values()), 2) for c in shown]
     below = [environment.provenance(results), f"**Bold**: torch is ahead. {_NOISY}: not quiet in three tries."]
@@ -127,7 +127,8 @@ def cell(figures: Figures, mode: str | None, clock: str, digits: int = 0) -> str
     return noisy + number(microseconds(figures, mode, clock), digits)
 
 
-def _pair(comparison: Comparison, _: str, figures: Figures) -> str:
+def pair(comparison: Comparison, _: str, figures: Figures) -> str:
+    """Return torch's time, ours, and their ratio, bold where torch is ahead."""
     theirs = cell(figures, fastest(figures, comparison.modes, comparison.theirs), comparison.theirs)
     ours = cell(figures, fastest(figures, levels(figures), comparison.ours), comparison.ours)
     found = ratio(figures, comparison)
@@ -139,12 +140,14 @@ def _with_fastest_kernels(figures: Figures) -> tuple[str | None, str | None]:
     return fastest(figures, COMPILED_MODES, "kernels_us"), fastest(figures, levels(figures), "kernels_us")
 
 
-def _launches(_: str, figures: Figures) -> str:
+def launches(_: str, figures: Figures) -> str:
+    """Return the kernels of torch.compile's fastest mode and of our fastest level."""
     best = _with_fastest_kernels(figures)
     return " / ".join(str(figures[mode].get("kernels", MISSING)) if mode else MISSING for mode in best)
 
 
-def _errors(_: str, figures: Figures) -> str:
+def errors(_: str, figures: Figures) -> str:
+    """Return the errors of eager, of torch.compile's fastest mode and of our fastest level."""
     modes = ("eager", *_with_fastest_kernels(figures))
     found = [figures.get(mode, {}).get("error") if mode else None for mode in modes]
     return " / ".join(MISSING if error is None else f"{error:.1e}" for error in found)

@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
-    """Run the jobs of all tables in order, in each table those first that took longest to prepare last time.
+    """Run the jobs of all tables in order: in each table those never measured, then those that took longest.
 
     The figures of each job are written when it ends.
     """
@@ -101,9 +101,9 @@ class _File:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
-        """Return jobs without figures of this commit and kind of GPU, the model that took longest last time first."""
+        """Return jobs without figures of this commit and kind of GPU, those never measured first, then the longest."""
         left = [[job for job in jobs if not self._has(job)] for jobs in models]
-        return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 0.0) for job in jobs))
+        return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 1e9) for job in jobs))
 
     def _kept(self, job: Job) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._content["models"].get(job.model, {}).get(job.mode, {})

@@ -1,8 +1,9 @@
 """One model in torch alone, in one of its modes; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--turns]; MODE is eager, graph (torch.cuda.CUDAGraph of eager),
-compile (torch.compile), freeze (the same with freezing), autotune (max-autotune with freezing) or aoti (a package of
-AOTInductor, with freezing). --fp32 switches TF32 off; --turns takes turns with other processes at measuring.
+Usage: python -m bench.torch_peer MODE MODEL [--fp32] [--clocks GROUPS] [--turns]; MODE is eager, graph
+(torch.cuda.CUDAGraph of eager), compile (torch.compile), freeze (the same with freezing), autotune (max-autotune with
+freezing) or aoti (a package of AOTInductor, with freezing). --fp32 switches TF32 off; --turns takes turns with other
+processes at measuring.
 
 kernels_us: GPU time of the mode's kernels in one CUDA graph, by events around each replay, without Python in between;
 the three modes of torch.compile are compiled a second time for it, without CUDA graphs of torch's own. replay_us: the
@@ -202,14 +203,15 @@ def prepare(options: argparse.Namespace, _: Path, __: ExitStack) -> Scenario:
         groups["kernels"] = lambda: {"kernels_us": gpu_us(graph.replay), "replay_us": wall_us(graph.replay)}
         groups["launch"] = lambda: {"launch_us": launch_us(graph.replay)}
         counted = graph.replay
-    if mode == "graph":
+    if mode in {"graph", "freeze"}:
         figures["multiply_adds"] = multiply_adds(module, inputs)
-    else:
+    if mode != "graph":
         groups["call"] = lambda: {"call_us": wall_us(lambda: inputs.call(function))}
         if mode != "eager":
             groups["numpy"] = lambda: {"numpy_us": wall_us(lambda: inputs.call_from_host(function))}
     return Scenario(
-        measure=lambda: {**clocks.quietest(groups), **figures}, facts=lambda: {"kernels": kernel_count(counted)}
+        measure=lambda: {**clocks.quietest(groups, options.clocks), **figures},
+        facts=lambda: {"kernels": kernel_count(counted)},
     )
 
 
@@ -218,6 +220,7 @@ def main() -> None:
     parser = peer_parser(__doc__, model=False)
     parser.add_argument("mode", choices=MODES)
     add_model(parser)
+    clocks.add_option(parser)
     with torch.no_grad():
         run_peer(parser, prepare)
 

@@ -130,8 +130,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       A PyTorch model's example is replaced by zeros of that shape.
     - ``dims``: sizes of the named dimensions of an ONNX model, or of the symbols of a dynamic
       ExportedProgram: ``{"batch": 4}``. ``inputs`` take precedence. Several, ``(1, 2, 4)`` or ``"1..16"`` (the
-      powers of two, and both ends), make a program for each combination. On the CPU target, a range within which calls
-      cannot be padded has every size if the programs are small.
+      powers of two, and both ends), make a program for each combination. A range within which calls cannot be padded
+      has every size if the programs are small, but not at -O2.
     - ``dynamic_shapes``: of a module or a function, as torch.export.export takes them; ``dims`` then gives sizes
       for the names of its Dims.
     - ``pad_masks``: inputs whose zeros mask elements of the others, such as ``"attention_mask"``: calls with

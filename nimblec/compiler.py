@@ -85,7 +85,9 @@ def compile_model(
             _refuse_for_pytorch(source, options)
             compiler = partial(_compile, target)
             notes = compile_once(compiler, source, target, options, written, stopwatch)
-            if target is Target.CPU and (every := _every_size(options, read_plan(written))) is not None:
+            chooses_kernels = target is Target.CUDA and (options.level == 2 or options.is_for_absent)
+            # Kernels are chosen anew for each size, in minutes.
+            if not chooses_kernels and (every := _every_size(options, read_plan(written))) is not None:
                 # A size between those of a range may not suit the model.
                 with suppress(CompileError):
                     notes = compile_once(compiler, source, target, every, folder / "every.plan", stopwatch)
@@ -144,16 +146,20 @@ def _compile(target: Target, source: Source, options: Options, output: Path, obs
         from nimblec.pytorch.dynamic_export import export_dynamic
 
         with stage(observer, "export"):
-            source = export_dynamic(source.live, options if target is Target.CPU else None)
+            source = export_dynamic(source.live, options)
     if target is Target.CUDA:
         from nimblec.cuda.compile import compile_cuda
 
         notes: tuple[str, ...] = ()
         if source.kind in {"live", "entries"}:
-            from nimblec.pytorch.handover import hand_over
+            from nimblec.onnx_export.value_sizes import as_onnx
+            from nimblec.pytorch.handover import ValueSizesError, hand_over
 
             with stage(observer, "export"):
-                source, options, notes = hand_over(source, options, output.parent)
+                try:
+                    source, options, notes = hand_over(source, options, output.parent)
+                except ValueSizesError as exc:
+                    source, options, notes = as_onnx(exc.call, options, output.parent)
         return (*notes, *compile_cuda(source, options, output, observer))
     from nimblec.cpu.ort_process import own_process
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,11 @@ import nimblert
 from nimblec import compile as compile_model
 from nimblec.base.errors import ArgumentError, CompileError
 from nimblec.base.options import read_options, read_sizes
+from nimblec.padding.fits import differences
+from nimblec.padding.trials import Trial
 from nimblec.plan.encoder import write
-from nimblert.plan import Fit
+from nimblert.check.verify import read_plan
+from nimblert.plan import Fit, Program
 
 node = helper.make_node
 
@@ -334,6 +338,20 @@ def test_inspect_lists_the_sizes(nimblec: CommandLine, rows_plan: Path) -> None:
     assert line.split() == ["main", "batch", "1,", "2,", "8", "padded,", "larger", "ones", "split"]
     programs = json.loads(nimblec("inspect", rows_plan, "--json").out)["programs"]
     assert [program["fits"] for program in programs] == [{"batch": "split"}] * 3
+
+
+def test_runs_compare_each_pair_of_programs_once(rows_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of neighbours, on the first elements, on those from the second, and on the last."""
+    compared: Counter[tuple[object, ...]] = Counter()
+    compare = Trial._agrees_with
+
+    def counted(trial: Trial, small: Program, large: Program, *how: Any) -> bool:
+        compared[small.name, large.name, *how] += 1
+        return compare(trial, small, large, *how)
+
+    monkeypatch.setattr(Trial, "_agrees_with", counted)
+    assert list(differences(read_plan(rows_plan))) == []
+    assert sorted(compared.values()) == [1] * 6
 
 
 def test_verify_repeats_the_runs(nimblec: CommandLine, rows_plan: Path, tmp_path: Path) -> None:

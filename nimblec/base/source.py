@@ -29,10 +29,10 @@ class Source:
     """The source of a model, which is not loaded yet.
 
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
-    the name or path, "live", which is ``live``, or "entries", a source for each entry by its name.
-    A callable may return several entries, too. ``labels`` pair symbols of an exported program with the user's
-    names for them; ``shared`` are its tensors that several entries have and one of them writes, by their names,
-    each with a number that is the same in all of these entries.
+    the name or path, "live", which is ``live``, "entries", a source for each entry by its name, or "sizes",
+    a source for each profile. A callable may return several entries, too. ``labels`` pair symbols of an exported
+    program with the user's names for them; ``shared`` are its tensors that several entries have and one of them
+    writes, by their names, each with a number that is the same in all of these entries.
     """
 
     kind: str

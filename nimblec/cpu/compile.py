@@ -1,9 +1,11 @@
 """Compile for the CPU target: a model file in, a checked plan file out."""
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,6 +179,7 @@ def _agreed(
 ) -> Iterator[Agreed[Graph]]:
     """Yield the graph of each model in its optimised form."""
     without: frozenset[str] = frozenset()
+    contents: dict[bytes, memoryview] = {}
     for model in models:
         capture.refuse_random(model.proto.graph)
         agreed = optimize_agreeing(
@@ -188,7 +191,30 @@ def _agreed(
             max_error=options.max_error,
         )
         without |= agreed.rewriting.without
+        if options.sizes and not options.refittable and not model.state:
+            # Each size has a copy of the weights on disk: keep the first.
+            nothing = replace(agreed.optimized, arrays={})
+            agreed = replace(agreed, built=_with_contents(agreed.built, contents), optimized=nothing)
+            shutil.rmtree(nothing.folder)
         yield agreed
+
+
+def _with_contents(graph: Graph, contents: dict[bytes, memoryview]) -> Graph:
+    """Return a graph that has equal constants where graphs before it have them; ``contents`` are those by digest.
+
+    Constants of its own are copied, unless it is the first: the file that holds them holds all others, too.
+    """
+    is_first = not contents
+
+    def content(data: memoryview) -> memoryview:
+        digest = sha256(data).digest()
+        if digest not in contents:
+            contents[digest] = data if is_first else memoryview(bytes(data))
+        return contents[digest]
+
+    buffers = (replace(buffer, data=content(buffer.data)) if buffer.data else buffer for buffer in graph.buffers)
+    bodies = tuple(replace(body, graph=_with_contents(body.graph, contents)) for body in graph.bodies)
+    return replace(graph, buffers=tuple(buffers), bodies=bodies)
 
 
 def _weights(model: ReferenceModel, exported: "Mapping[ProgramKey, ExportedModel]") -> frozenset[str] | None:

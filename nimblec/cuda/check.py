@@ -45,7 +45,7 @@ def write_checked(
         with reports.stage("run the framework"):
             runs = zip(plan.programs, recorded.values(), originals.values(), strict=True)
             plan = replace(plan, programs=tuple(_with_golden(*run, request, reports) for run in runs))
-        if request.options.sizes:
+        if request.options.sizes and request.source.kind != "sizes":
             with reports.stage("padding"), code.ignoring():
                 plan, notes = find_fits(plan, prove_programs(plan, originals.values()))
             reports.note(notes)

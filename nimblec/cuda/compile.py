@@ -83,7 +83,7 @@ def _run_worker(request: Path, observer: Observer, module: str = _CAPTURING) -> 
         with os.fdopen(write_end, "w"):
             process = stack.enter_context(_started(command, pass_fds=(write_end,)))
         notes: list[str] = []
-        reached, problem = "start", ""
+        reached, problem = "start a process", ""
         with stage(observer, reached):
             first = events.readline()
         for line in chain([first] if first else [], events):

@@ -1,5 +1,6 @@
 """Load the models of a request."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,11 @@ def load_models(request: CompileRequest, *, device: str = "cuda") -> "dict[Progr
         return load_files(request, device=device)
     options = request.options
     calls: dict[ProgramKey, ModelCall]
-    if options.sizes:
+    if request.source.kind == "sizes":
+        alone = replace(options, sizes=())
+        parts = zip(options.profiles, request.source.entries, strict=True)
+        calls = {("main", profile): sources.load(part, alone, device=device)["main"] for profile, (_, part) in parts}
+    elif options.sizes:
         program = sources.dynamic_program(request.source, options, device=device)
         calls = {("main", profile): call for profile, call in program.calls(options).items()}
     else:

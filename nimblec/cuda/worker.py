@@ -20,6 +20,7 @@ from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files,
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
+from nimblec.kernels.compiling import compiler, job_count
 from nimblec.padding.fits import mark_masks
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.timing_cache import TimingCache
@@ -88,6 +89,8 @@ class _Worker:
         plan = mark_masks(plan, self._request.options.pad_masks)
         write_checked(plan, self._request, self._reports, recorded, originals, recorders.code)
         self._reports.note(self._times.notes)
+        if count := job_count():
+            self._reports.note([f"compiled {count} Triton kernels to choose from"])
 
     def _start(self) -> "Recorders":
         """Import the framework, and begin to watch it before CUDA starts."""
@@ -97,7 +100,7 @@ class _Worker:
             from nimblec.cuda.capture.record import Recorders
             from nimblec.kernels import triton_start
 
-            triton_start.choose_assembler()
+            triton_start.choose_assembler_and_cache()
         with self._reports.stage("initialise CUDA"):
             driver.bindings()
             code = CodeRecorder()
@@ -106,6 +109,7 @@ class _Worker:
             allocator = BumpAllocator()
             allocator.install()
             if self._request.level > 1:
+                compiler()
                 triton_start.begin()
         return Recorders(code, allocator)
 

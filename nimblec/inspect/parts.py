@@ -29,9 +29,10 @@ class NodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a command does for one op, and whether it reads an input or another's result there."""
+    """What a command does for one op: the weights it reads there, and whether it reads an input or another's result."""
 
     op: int
+    weights: tuple[Pointer, ...]
     reads_values: bool
     results: tuple[NodeResult, ...]
 
@@ -40,9 +41,19 @@ def parts_of(plan: Plan, command: Work) -> Sequence[Part]:
     """Return the parts of a command of a verified plan, in order."""
     if plan.target is Target.CPU and isinstance(command, Launch):
         return _nodes(plan, command)
-    reads = [access.pointer.region for access in command.reads] if isinstance(command, Launch) else []
+    reads = [access.pointer for access in command.reads] if isinstance(command, Launch) else []
     results = tuple(NodeResult(nbytes=access.nbytes, pointer=access.pointer) for access in writes(command))
-    return [Part(op=command.op, reads_values=not _VALUES.isdisjoint(reads), results=results)]
+    return [_part(command.op, reads, results)]
+
+
+def _part(op: int, reads: Sequence[Pointer], results: tuple[NodeResult, ...]) -> Part:
+    weights = tuple(pointer for pointer in reads if pointer.region is Region.WEIGHTS)
+    return Part(
+        op=op,
+        weights=weights,
+        reads_values=any(pointer.region in _VALUES for pointer in reads),
+        results=results,
+    )
 
 
 def model_of(plan: Plan, launch: Launch) -> Model:
@@ -65,8 +76,8 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
     }
     graph = model_of(plan, launch).graph or Graph()
     if len(graph.node) == 1:
-        reads = [access.pointer.region for access in launch.reads]
-        return [Part(op=launch.op, reads_values=not _VALUES.isdisjoint(reads), results=tuple(bound.values()))]
+        return [_part(launch.op, [access.pointer for access in launch.reads], tuple(bound.values()))]
+    weights = {p.name: pointers[p.offset] for p in kernel.parameters if pointers[p.offset].region is Region.WEIGHTS}
     values |= {name for node in graph.node for name in node.output}
     for name, dtype, shape in map(declared, graph.value_info):
         if name and dtype and shape is not None:
@@ -74,6 +85,7 @@ def _nodes(plan: Plan, launch: Launch) -> Sequence[Part]:
     return [
         Part(
             op=launch.op + 1 + number,
+            weights=tuple(weights[name] for name in node.input if name in weights),
             reads_values=not values.isdisjoint(node.input),
             results=tuple(bound[name] for name in node.output if name in bound),
         )

@@ -1,6 +1,7 @@
 """What differs between two plans: the changes that `nimblec diff` prints and judges."""
 
 import enum
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from nimblec.base.difference import difference
+from nimblec.base.places import joined
 from nimblec.inspect.inspection import command_counts, device_of, sizes
 from nimblec.inspect.parts import parts_of
 from nimblec.inspect.timeline import timeline
@@ -108,8 +110,8 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
             yield from _rows(Section.SCHEDULE, _schedule(a), _schedule(b), name)
             yield from _moved(name, a, b)
     yield from _rows(Section.MEMORY, _memory(before), _memory(after))
-    yield from _weights(before.weights, after.weights, "")
-    yield from _weights(before.state, after.state, "state ")
+    yield from _weights(before.weights, after.weights, "", _readers(after))
+    yield from _weights(before.state, after.state, "state ", {})
 
 
 Facts: TypeAlias = Mapping[str, Value]
@@ -203,32 +205,38 @@ class _Variant(NamedTuple):
     code: bytes
 
 
-def _variants(plan: Plan) -> dict[tuple[str, str], Counter[_Variant]]:
+_Launches: TypeAlias = Mapping[_Variant, Sequence[str]]
+"""The launches of a kernel: their sources, by the way in which it is launched."""
+
+
+def _launches(plan: Plan) -> Mapping[tuple[str, str], _Launches]:
     """Return the launches of each kernel, by origin and symbol."""
     codes = [sha256(module.code).digest() for module in plan.modules]
-    found: dict[tuple[str, str], Counter[_Variant]] = defaultdict(Counter)
+    found: dict[tuple[str, str], dict[_Variant, list[str]]] = defaultdict(lambda: defaultdict(list))
     for program in (*plan.programs, *plan.bodies, *plan.refits):
         for _, work in program.work:
             if isinstance(work, Launch):
                 kernel = plan.kernels[work.kernel]
                 tiling = work.grid, work.block, work.cluster, work.dynamic_smem_nbytes
                 key = plan.modules[kernel.module].origin, kernel.symbol
-                found[key][_Variant(*tiling, codes[kernel.module])] += 1
+                found[key][_Variant(*tiling, codes[kernel.module])].append(program.ops[work.op].source)
     return found
 
 
 def _kernels(before: Plan, after: Plan) -> Iterator[Change]:
     """Yield the kernels that were added, went, or are launched otherwise; their values count launches."""
-    old, new = _variants(before), _variants(after)
+    old, new = _launches(before), _launches(after)
     for key in dict.fromkeys((*old, *new)):
-        a, b = old.get(key, Counter()), new.get(key, Counter())
-        if a != b:
-            note = _other_tiling(a - b, b - a, after.target) if a and b else "gone" if a else "added"
-            what, counts = f"{key[1]} ({key[0]})", (a.total() or None, b.total() or None)
-            yield Change(section=Section.KERNELS, what=what, before=counts[0], after=counts[1], note=note)
+        a, b = old.get(key, {}), new.get(key, {})
+        counts = [Counter({variant: len(sources) for variant, sources in launches.items()}) for launches in (a, b)]
+        if counts[0] != counts[1]:
+            gone, added = counts[0] - counts[1], counts[1] - counts[0]
+            note = _other_tiling(gone, added, b, after.target) if a and b else "gone" if a else "added"
+            what, totals = f"{key[1]} ({key[0]})", [count.total() or None for count in counts]
+            yield Change(section=Section.KERNELS, what=what, before=totals[0], after=totals[1], note=note)
 
 
-def _other_tiling(gone: Counter[_Variant], added: Counter[_Variant], target: Target) -> str:
+def _other_tiling(gone: Counter[_Variant], added: Counter[_Variant], launches: _Launches, target: Target) -> str:
     """Say how launches of one kernel differ; "" where only their number does."""
     old, new = [*gone.elements()], [*added.elements()]
     if not old or not new:
@@ -238,9 +246,13 @@ def _other_tiling(gone: Counter[_Variant], added: Counter[_Variant], target: Tar
         before, after = ([getattr(variant, name) for variant in variants] for variants in (old, new))
         if Counter(before) != Counter(after):
             changed.append(name if name == "code" else f"{name} {_text(before[0])} to {_text(after[0])}")
-    what = f"another tiling ({', '.join(changed)})" if target is Target.CUDA else "other code"
     count = min(len(old), len(new))
-    return f"{what} in {count} launch{'es' * (count > 1)}"
+    where = f"{count} launch{'es' * (count > 1)}"
+    if target is Target.CPU:
+        return f"other code in {where}"
+    what = "other code" if changed == ["code"] else f"another tiling ({', '.join(changed)})"
+    source = joined(source for variant in added for source in launches[variant])
+    return f"{what} in {where}" + (f" of {source}" if source else "")
 
 
 def _text(size: Dim3 | int) -> str:
@@ -288,7 +300,9 @@ def _memory(plan: Plan) -> Facts:
     return {**{name: nbytes for name, nbytes in parts.items() if name != "metadata"}, **arenas}
 
 
-def _weights(before: Sequence[Weight], after: Sequence[Weight], kind: str) -> Iterator[Change]:
+def _weights(
+    before: Sequence[Weight], after: Sequence[Weight], kind: str, readers: Mapping[int, str]
+) -> Iterator[Change]:
     old, new = _by_name(before), _by_name(after)
     for key in dict.fromkeys((*old, *new)):
         a, b = old.get(key), new.get(key)
@@ -302,8 +316,24 @@ def _weights(before: Sequence[Weight], after: Sequence[Weight], kind: str) -> It
             else:
                 largest = _largest_difference(a, b)
                 note = f"values differ by up to {largest:.3g}" if largest else "other bytes of equal numbers"
+            if reader := readers.get(b.offset):
+                note += f", read by {reader}"
         what = f"{kind}{key[0] or '(scratch memory of kernels)'}"
         yield Change(section=Section.WEIGHTS, what=what, before=types[0], after=types[1], note=note, largest=largest)
+
+
+def _readers(plan: Plan) -> dict[int, str]:
+    """Return the sources of the ops that read each weight, by its offset.
+
+    They tell which weight it is: one that was folded or repacked has lost the name that the model gives it.
+    """
+    offsets = sorted(weight.offset for weight in plan.weights)
+    found: dict[int, list[str]] = defaultdict(list)
+    for program in (*plan.programs, *plan.bodies):
+        for part in (part for _, work in program.work for part in parts_of(plan, work)):
+            for pointer in part.weights:
+                found[offsets[bisect(offsets, pointer.offset) - 1]].append(program.ops[part.op].source)
+    return {offset: joined(sources) for offset, sources in found.items()}
 
 
 def _by_name(weights: Sequence[Weight]) -> dict[tuple[str, int], Weight]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -101,10 +102,11 @@ class Call:
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
         """Return a function of n < ``length`` that calls the op on random numbers, with the n-th copy of weights."""
         known: dict[Leaf, Tensor] = {}
+        shape_of = cache(as_meta)
 
         def value(leaf: Leaf) -> Tensor:
             if isinstance(leaf, Made) and leaf.role == "weights":
-                return pool.take(leaf.meta)
+                return pool.take(shape_of(leaf))
             if isinstance(leaf, Made) and leaf.role == "counters":
                 return leaf.value
             if leaf not in known:

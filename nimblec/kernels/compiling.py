@@ -1,7 +1,7 @@
 """Compile kernels ahead of their first launch, many at once, into Triton's cache on disk.
 
-Each worker is a process of its own that imports Triton but not torch, and needs no GPU: the target is an
-argument. A launch then finds its kernel in the cache.
+A process that imports Triton but not torch, and needs no GPU, forks workers: the target is an argument. A launch then
+finds its kernel in the cache.
 """
 
 import importlib
@@ -9,9 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from typing import Any
 
 from nimblec.base.errors import CompileError
@@ -36,20 +39,108 @@ class Job:
 Compile = Callable[[Sequence[Job]], None]
 
 
-def compile_all(jobs: Sequence[Job], *, gpu: GPU, processes: int | None = None) -> None:
-    """Compile all jobs, a share in each of ``processes`` workers (as many as this process has processors).
+class Compiler:
+    """A process that compiles jobs in workers forked from it, each job once.
 
-    Raises CompileError where a worker fails.
+    It owns its process, which ends with this one, and remembers which jobs it was given.
     """
-    count = max(1, min(processes or len(os.sched_getaffinity(0)), len(jobs)))
-    shares = [list(jobs[n::count]) for n in range(count)]
-    with ExitStack() as stack:
-        workers = [stack.enter_context(_start(share, gpu)) for share in shares if share]
-        problems = [worker.stderr.read() for worker in workers if worker.stderr]
-    for worker, problem in zip(workers, problems, strict=True):
-        if worker.returncode:
-            reason = problem.strip()[-2000:] or f"its process ended with status {worker.returncode}"
-            raise CompileError(f"triton: could not compile a kernel: {reason}")
+
+    def __init__(self) -> None:
+        """Start the process."""
+        self._settings = _settings()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            module_command("nimblec.kernels.compiling"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env=environment(),
+        )
+        self._numbers: dict[str, int] = {}
+        self._errors: dict[int, str] = {}
+        """By the numbers of jobs that are done; an empty text where one was compiled."""
+
+    @property
+    def count(self) -> int:
+        """The number of jobs that it was given."""
+        return len(self._numbers)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process takes jobs, for the cache and by the assembler that this one uses."""
+        return self._process.poll() is None and self._settings == _settings()
+
+    def begin(self, jobs: Iterable[Job], *, gpu: GPU) -> None:
+        """Compile the jobs that are new, in their order, in the background."""
+        texts = dict.fromkeys(_text(job, gpu) for job in jobs)
+        new = [text for text in texts if text not in self._numbers]
+        if new:
+            numbered = list(enumerate(new, self.count))
+            self._numbers |= {text: number for number, text in numbered}
+            assert self._process.stdin is not None
+            # A process that has ended says so when it is waited for.
+            with suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(numbered) + "\n")
+                self._process.stdin.flush()
+
+    def finish(self, jobs: Iterable[Job], *, gpu: GPU) -> None:
+        """Wait for jobs that were begun. Raises CompileError where one cannot be compiled."""
+        asked = [self._numbers[_text(job, gpu)] for job in jobs]
+        while any(number not in self._errors for number in asked):
+            number, error = self._answer()
+            self._errors[number] = error
+        if problems := [error for number in asked if (error := self._errors[number])]:
+            raise CompileError(f"triton: could not compile a kernel: {problems[0]}")
+
+    def close(self) -> None:
+        """End the process, once it has finished the jobs that it has begun."""
+        with self._process, self._stderr:
+            pass
+
+    def _answer(self) -> tuple[int, str]:
+        """Return the number of a job that is done, and its error."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            number, error = json.loads(line)
+            return number, error
+        status = self._process.wait()
+        self._stderr.seek(0)
+        reason = self._stderr.read().decode(errors="replace").strip()[-2000:]
+        raise CompileError(f"triton: could not compile a kernel: {reason or f'its process ended with status {status}'}")
+
+
+def _text(job: Job, gpu: GPU) -> str:
+    return json.dumps({**asdict(job), "architecture": gpu.architecture})
+
+
+def _settings() -> dict[str, str]:
+    """Return Triton's settings in the environment."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+
+
+_started: list[Compiler] = []
+
+
+def compiler() -> Compiler:
+    """Return the compiler of this process, started at the first call: early, as Triton takes seconds to import."""
+    if not _started or not _started[-1].is_current:
+        _started.append(Compiler())
+    return _started[-1]
+
+
+def job_count() -> int:
+    """Return the number of jobs that this process has had compiled."""
+    return sum(each.count for each in _started)
+
+
+def compile_all(jobs: Sequence[Job], *, gpu: GPU) -> None:
+    """Compile all jobs, in as many processes as this process has processors.
+
+    Raises CompileError where one fails.
+    """
+    compiler().begin(jobs, gpu=gpu)
+    compiler().finish(jobs, gpu=gpu)
 
 
 def compile_job(job: Job, *, architecture: int) -> Any:
@@ -99,26 +190,45 @@ class _NoDevice:
         return 0
 
 
-def _start(jobs: Sequence[Job], gpu: GPU) -> "subprocess.Popen[str]":
-    worker = subprocess.Popen(
-        module_command("nimblec.kernels.compiling", str(gpu.architecture)),
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert worker.stdin is not None
-    # A worker that has ended reports by its status.
-    with suppress(BrokenPipeError), worker.stdin:
-        worker.stdin.write(json.dumps([asdict(job) for job in jobs]))
-    return worker
+def _compiled(text: str) -> str:
+    """Compile the job of a text; return the error, or an empty text."""
+    job = json.loads(text)
+    architecture = job.pop("architecture")
+    try:
+        compile_job(Job(**job), architecture=architecture)
+    except Exception as exc:  # noqa: BLE001 - Triton may raise anything
+        return f"{type(exc).__name__}: {exc}"[-2000:]
+    return ""
 
 
 def _main() -> None:
-    """Compile, as a worker process, the jobs that standard input holds as JSON."""
-    architecture = int(sys.argv[1])
-    for described in json.load(sys.stdin):
-        compile_job(Job(**described), architecture=architecture)
+    """Compile lists of [number, job] from standard input, one a line; answer each job by [number, error].
+
+    The first job is compiled before workers are forked: they have what Triton initialises with it, seconds of a core.
+    """
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # hashes all of Triton
+
+    def reply(number: int, error: str) -> None:
+        replies.write(json.dumps([number, error]) + "\n")
+
+    with ExitStack() as stack:
+        pool: ProcessPoolExecutor | None = None
+        for line in sys.stdin:
+            jobs = json.loads(line)
+            if pool is None:
+                number, text = jobs.pop(0)
+                reply(number, _compiled(text))
+                # Whoever times kernels meanwhile goes first.
+                workers = ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork"), os.nice, (10,))
+                pool = stack.enter_context(workers)
+            futures = {pool.submit(_compiled, text): number for number, text in jobs}
+            for future in as_completed(futures):
+                problem = future.exception()
+                reply(futures[future], repr(problem) if problem else future.result())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
+from itertools import chain
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
@@ -13,7 +14,7 @@ from torch import fx
 
 from nimblec.kernels.call import Call, Pool
 from nimblec.kernels.choosing import Choice, KnownTimes, Timer, Times, choose, key_of, rank
-from nimblec.kernels.compiling import Compile, compile_all
+from nimblec.kernels.compiling import Compile, Job, compile_all, compiler
 from nimblec.kernels.context import Contest
 from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.tilings import NumberedTiling
@@ -81,8 +82,7 @@ class Family(Generic[Request, Tiling]):
         """
         if not gpu.has_programmatic_launch:
             return ()
-        compile_jobs = partial(compile_all, gpu=gpu)
-        self.prepare(module, compile_jobs)
+        self.prepare(module, partial(compile_all, gpu=gpu))
         found = list(self.requests(module))
         if not found:
             return ()
@@ -98,11 +98,13 @@ class Family(Generic[Request, Tiling]):
             screen=timer.screen(),
             times=times,
             fingerprint=timing_fingerprint(self.templates),
-            compile_jobs=compile_jobs,
+            compile_jobs=partial(compiler().begin, gpu=gpu),
+            finish_jobs=partial(compiler().finish, gpu=gpu),
             preferred=preferred,
         )
         selector.prepare(found)
         self.use(module, selector, gpu.trigger)
+        selector.finish()
         return selector.contests
 
     def use_first(self, module: fx.GraphModule, gpu: GPU, times: KnownTimes = MappingProxyType({})) -> None:
@@ -147,12 +149,14 @@ class Selector(Generic[Request, Tiling]):
         times: Times | None = None,
         fingerprint: str = "",
         compile_jobs: Compile,
+        finish_jobs: Compile = lambda _: None,
         preferred: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take a ``timer`` of calls that take the number, below ``length``, of a copy of their weights in ``pool``.
 
         ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
-        ``preferred`` are tilings that are used instead of the fastest, by the key of a `Contest`.
+        ``compile_jobs`` begins to compile, ``finish_jobs`` waits for it. ``preferred`` are tilings that are used
+        instead of the fastest, by the key of a `Contest`.
         """
         self._family = family
         self._gpu = gpu
@@ -163,20 +167,26 @@ class Selector(Generic[Request, Tiling]):
         self._times: Times = {} if times is None else times
         self._fingerprint = fingerprint
         self._compile = compile_jobs
+        self._finish = finish_jobs
+        self._jobs: dict[str, list[Job]] = {}
+        self._tilings: dict[str, dict[str, Tiling]] = {}
         self._preferred = preferred
         self.choices: dict[str, Choice] = {}
         self.contests: list[Contest] = []
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Compile in parallel all kernels that will be launched: those chosen already, else all candidates."""
-        jobs = []
+        """Begin to compile all kernels that will be launched: those chosen already, else all candidates."""
         for key, request in {request.signature: request for request in requests}.items():
             named = self._named(request)
             known = self._known(key, named)
             wanted = named if known is None else _contenders(known, named)
-            jobs += [self._call(request, named[name]).job() for name in wanted]
-        if jobs:
+            self._jobs[key] = [self._call(request, named[name]).job() for name in wanted]
+        if jobs := list(chain.from_iterable(self._jobs.values())):
             self._compile(jobs)
+
+    def finish(self) -> None:
+        """Wait until all that was begun is compiled."""
+        self._finish(list(chain.from_iterable(self._jobs.values())))
 
     def __call__(self, request: Request) -> Tiling | None:
         """Return the fastest tiling; None where the framework's call stays."""
@@ -199,7 +209,9 @@ class Selector(Generic[Request, Tiling]):
         return self._family.call(request, tiling, self._gpu.trigger)
 
     def _named(self, request: Request) -> dict[str, Tiling]:
-        return self._family.named(request, self._gpu)
+        if request.signature not in self._tilings:
+            self._tilings[request.signature] = self._family.named(request, self._gpu)
+        return self._tilings[request.signature]
 
     def _known(self, key: str, named: Iterable[str]) -> Choice | None:
         sides = {side: self._side(key, side) for side in (FRAMEWORK, *named)}
@@ -207,6 +219,8 @@ class Selector(Generic[Request, Tiling]):
         return rank(times) if len(times) > 1 else None
 
     def _measured(self, key: str, request: Request, named: Mapping[str, Tiling]) -> Choice:
+        # Kernels of other requests are compiled meanwhile.
+        self._finish(self._jobs.get(key, []))
         framework = self._family.framework(request, self._pool, self._length)
         sides: dict[str, Timed] = {} if framework is None else {FRAMEWORK: framework}
         for name, tiling in named.items():

@@ -1,25 +1,23 @@
-"""Triton's initialisation, once in a process, in the background; and the assembler that all its kernels get."""
+"""Triton's initialisation, once in a process, in the background; the assembler and the cache of all its kernels."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 
-_ASSEMBLER = "TRITON_PTXAS_PATH"
 
+def choose_assembler_and_cache() -> None:
+    """Have this process, and those that it starts, assemble all kernels with Triton's own ptxas, into Triton's cache.
 
-def choose_assembler() -> None:
-    """Have this process, and those that it starts, assemble all kernels with Triton's own ptxas.
-
-    Otherwise Inductor names PyTorch's, where there is one, once it has compiled a kernel in this process, but not where
-    it has found all in its cache: a second compilation would give other code. A ptxas that the user names stays.
+    Otherwise Inductor names PyTorch's ptxas, where there is one, once it has compiled a kernel in this process, but not
+    where it has found all in its cache: a second compilation would give other code. It also names a cache of its own
+    then, where kernels that were compiled before are not found. What the user names stays.
     """
-    if _ASSEMBLER in os.environ:
-        return
     with suppress(ImportError, RuntimeError):  # no Triton, or one without a ptxas
         from triton import knobs
 
-        os.environ[_ASSEMBLER] = knobs.nvidia.ptxas.path
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+        os.environ.setdefault("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
 
 
 @cache

@@ -3,21 +3,27 @@
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from onnx import GraphProto, NodeProto
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.control import trip_limit
 from nimblec.graph.record_control import record_loop, record_rows, record_switch
 from nimblec.graph.recorder import Recorder
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.tensors import tensor_of
 from nimblec.onnx_ops.axes import axis_of, sizes_of
+from nimblec.onnx_ops.counted import counted
 from nimblec.onnx_ops.creation import dtype_of
 from nimblec.onnx_ops.table import Ints, Refused
+
+Bounds: TypeAlias = Sequence[Ints | None]
+"""The largest shape of each output of a node, for those that are outputs of the model and have one."""
 
 MOST_NODES = 20_000
 """A loop may unroll to this many nodes."""
@@ -43,17 +49,52 @@ def run_graph(walk: Walk, graph: GraphProto, inputs: Sequence[Any], scope: Scope
 
 
 def branch(
-    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame, _bounds: Bounds
 ) -> list[Any]:
     """Evaluate the branch that the condition takes; both where it is computed while the model runs."""
     if isinstance(inputs[0], FakeTensor):
-        graphs = [attributes[name] for name in ("else_branch", "then_branch")]
-        branches = [
-            lambda inner, graph=graph: _body_values(walk, inner, graph, (), scope, frame) for graph in graphs
-        ]
-        return list(record_switch(walk.recorder, inputs[0].to(torch.bool), branches))
+        return _recorded_branch(walk, inputs[0].reshape(()).to(torch.bool), attributes, scope, frame)
     chosen = attributes["then_branch" if _truth(inputs[0], "condition") else "else_branch"]
     return run_graph(walk, chosen, (), scope, frame)
+
+
+def _recorded_branch(
+    walk: Walk, condition: Tensor, attributes: Mapping[str, Any], scope: Scope, frame: Frame
+) -> list[Any]:
+    """Record both branches. Where their values differ in sizes, these are padded to the larger and counted."""
+    found: list[list[Tensor]] = []
+    larger: list[list[int]] = []
+
+    def values(graph: GraphProto, inner: Recorder) -> list[Tensor]:
+        made = _body_values(walk, inner, graph, (), scope, frame)
+        found.append(made)
+        return [_padded(value, sizes) for value, sizes in zip(made, larger, strict=True)] if larger else made
+
+    branches = [partial(values, attributes[name]) for name in ("else_branch", "then_branch")]
+    try:
+        return list(record_switch(walk.recorder, condition, branches))
+    except UnsupportedModelError:
+        pairs = list(zip(*found, strict=True)) if len(found) == len(branches) else []
+        if not pairs or any(one.dim() != other.dim() for one, other in pairs):
+            raise
+    larger += [list(map(max, one.shape, other.shape)) for one, other in pairs]
+    results = record_switch(walk.recorder, condition, branches)
+    counts: dict[tuple[int, int], Tensor] = {}
+    counted_values = []
+    for result, (one, other) in zip(results, pairs, strict=True):
+        own = {}
+        for axis, sizes in enumerate(zip(one.shape, other.shape, strict=True)):
+            if sizes[0] != sizes[1]:
+                # Values of equal sizes share a count, so that they can be combined.
+                counts.setdefault(sizes, torch.where(condition, torch.tensor(sizes[1]), torch.tensor(sizes[0])))
+                own[axis] = counts[sizes]
+        counted_values.append(counted(result, own))
+    return counted_values
+
+
+def _padded(value: Tensor, sizes: Sequence[int]) -> Tensor:
+    missing = [size - own for size, own in zip(sizes, value.shape, strict=True)]
+    return torch.constant_pad_nd(value, [n for size in reversed(missing) for n in (0, size)], 0)
 
 
 def _body_values(
@@ -85,7 +126,7 @@ def _truth(value: Any, what: str) -> bool:
 
 
 def loop(
-    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame, bounds: Bounds
 ) -> list[Any]:
     """Unroll a loop whose trip count and conditions are known at import; record any other."""
     body: GraphProto = attributes["body"]
@@ -93,7 +134,7 @@ def loop(
     trip, going, carried = given[0], given[1], given[2:]
     most = MOST_NODES // max(1, len(body.node))
     start = condition = torch.tensor(True) if going is None else going
-    record = partial(_recorded_loop, walk, trip, start, carried, body, scope, frame)
+    record = partial(_recorded_loop, walk, trip, start, carried, body, scope, frame, bounds)
     if isinstance(trip, FakeTensor):
         return record(rows=None)
     limit = most + 1 if trip is None else int(trip.reshape(-1)[0])
@@ -124,27 +165,31 @@ def _recorded_loop(
     body: GraphProto,
     scope: Scope,
     frame: Frame,
+    bounds: Bounds,
     *,
     rows: Sequence[Tensor] | None,
 ) -> list[Any]:
     """Record a loop whose end is computed while the model runs, or that is too long to unroll.
 
-    ``rows`` are like what each trip adds to the stacked outputs; None where their number is not known.
+    ``rows`` are like what each trip adds to the stacked outputs; None where their number is not known. Outputs of the
+    model then have ``bounds``.
     """
-    if rows is None and len(body.output) > 1 + len(carried):
-        raise Refused(
-            f"stacks its output '{body.output[-1].name}' over a number of trips that is not known at import: compile "
-            "for --target cpu"
-        )
     count = None if trip is None else trip.reshape(())
-    stacks = [torch.zeros((int(trip), *row.shape), dtype=row.dtype) for row in rows or () if trip is not None]
+    if rows is None or trip is None:
+        declared = zip_longest(body.output[1 + len(carried) :], bounds[len(carried) :])
+        stacks = [_bounded_stack(value, bound) for value, bound in declared]
+    else:
+        stacks = [torch.zeros((int(trip), *row.shape), dtype=row.dtype) for row in rows]
 
     def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         number, going, *values = slots
         before, made = values[: len(carried)], values[len(carried) :]
         going, *values = _body_values(walk, inner, body, (number, going, *before), scope, frame)
         added = zip(made, values[len(carried) :], strict=True)
-        made = [stack.index_copy(0, number.reshape(1), row.unsqueeze(0)) for stack, row in added]
+        made = [
+            stack.index_copy(0, number.reshape(1).clamp(max=stack.shape[0] - 1), row.unsqueeze(0))
+            for stack, row in added
+        ]
         going, number = going.reshape(()).to(torch.bool), number + 1
         going = going if count is None else going & (number < count)
         return going, [number, going, *values[: len(carried)], *made]
@@ -153,7 +198,21 @@ def _recorded_loop(
     start = condition.reshape(()).to(torch.bool)
     start = start if count is None else start & (count > 0)
     first = [torch.tensor(0), start, *_tensors(carried), *stacks]
-    return list(record_loop(walk.recorder, start, first, step, limit=max(0, limit))[2:])
+    trips, _, *results = record_loop(walk.recorder, start, first, step, limit=max(0, limit))
+    if rows is not None:
+        return results
+    return [*results[: len(carried)], *(counted(stack, {0: trips}) for stack in results[len(carried) :])]
+
+
+def _bounded_stack(declared: Any, bound: Ints | None) -> Tensor:
+    """Return memory for the output that a loop stacks over a number of trips that is not known at import."""
+    kind = declared.type.tensor_type.elem_type
+    if not bound or not kind:
+        raise Refused(
+            f"stacks its output '{declared.name}' over a number of trips that is not known at import: where it is an "
+            "output of the model, give its largest shape, --bound NAME=SHAPE, or compile for --target cpu"
+        )
+    return torch.zeros(sizes_of(bound), dtype=dtype_of(kind))
 
 
 def _stop_at_failures(walk: Walk, values: Sequence[Any]) -> None:
@@ -173,7 +232,7 @@ def _stacked(values: Sequence[Any], declared: Any, axis: int) -> Tensor:
 
 
 def scan(
-    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame
+    walk: Walk, inputs: Sequence[Any], attributes: Mapping[str, Any], scope: Scope, frame: Frame, _bounds: Bounds
 ) -> list[Any]:
     """Unroll a scan over the slices of its inputs (opset 9 and up), or record it if that takes too many nodes."""
     if frame.opsets[""] < 9:

@@ -69,7 +69,7 @@ def narrow_type(value: Any) -> str | None:
 
 def _from_array(array: np.ndarray) -> Tensor:
     if not array.dtype.isnative or any(stride < 0 for stride in array.strides):
-        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+        array = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
         # Constants are never written to; torch warns once about memory that must not be.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

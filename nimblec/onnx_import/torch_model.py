@@ -66,7 +66,7 @@ def load_onnx(
 def _example(described: OnnxInput, given: np.ndarray | None) -> torch.Tensor:
     """Return the value of an input during capture: the example, or zeros and ones."""
     if given is not None:
-        return as_tensor(np.ascontiguousarray(given))
+        return as_tensor(np.asarray(given, order="C"))
     count = int(np.prod(described.shape, dtype=np.int64))
     values = torch.arange(count, dtype=torch.int64).remainder(2)
     return values.reshape(described.shape).to(getattr(torch, described.dtype))

@@ -88,7 +88,7 @@ class Walk:
         if control is not None:
             if proto.op_type != "If" and counted.is_counted(proto.op_type, inputs):
                 raise Refused(counted.TAKES_NONE)
-            return control(self, inputs, attributes, scope, frame)
+            return control(self, inputs, attributes, scope, frame, self._bounds_of(proto, frame))
         if operator is not None:
             with suppress(Declined):
                 return self._call_operator(operator, proto, inputs, attributes, opset, frame)
@@ -97,6 +97,10 @@ class Walk:
             raise Refused("this use of the operator is not supported")
         function = schemas.body(schema, proto, values, opset)
         return self._call_function(function, proto, inputs, attributes, frame)
+
+    def _bounds_of(self, proto: NodeProto, frame: Frame) -> tuple[Ints | None, ...]:
+        """Return the bound of each output of a node that is one of the model."""
+        return tuple(self.bounds.get(name) if frame.depth == 0 else None for name in proto.output)
 
     def _attributes(self, proto: NodeProto, frame: Frame) -> dict[str, Any]:
         found = {}
@@ -142,7 +146,7 @@ class Walk:
         frame: Frame,
     ) -> Sequence[Any]:
         """Call a function of the table; every named output must come out of it."""
-        bounds = tuple(self.bounds.get(name) if frame.depth == 0 else None for name in proto.output)
+        bounds = self._bounds_of(proto, frame)
         node = Node(op_type=proto.op_type, opset=opset, outputs=tuple(map(bool, proto.output)), bounds=bounds)
 
         def apply(given: Sequence[Any]) -> Sequence[Any]:

@@ -225,7 +225,7 @@ def reverse_sequence(x: Tensor, sequence_lens: Tensor, *, batch_axis: int = 1, t
 def reversed_steps(x: Tensor, lengths: Tensor, batch_axis: int, time_axis: int) -> Tensor:
     """Return the step of time that stands at each place once each sequence is turned round."""
     step = along(torch.arange(x.shape[time_axis]), time_axis, x.dim())
-    length = along(lengths.to(torch.int64), batch_axis, x.dim())
+    length = along(lengths.to(torch.int64).clamp(max=x.shape[time_axis]), batch_axis, x.dim())
     return torch.where(step < length, length - 1 - step, step).expand(x.shape)
 
 

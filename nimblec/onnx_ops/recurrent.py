@@ -1,6 +1,6 @@
-"""RNN, GRU and LSTM, one step of time after another.
+"""RNN, GRU and LSTM: a call of the framework's network where it is the same, else one step of time after another.
 
-The product of the inputs with their weights is one matrix product for all steps; each step then
+Of the latter, the product of the inputs with their weights is one matrix product for all steps; each step then
 takes one product with the recurrent weights. Sequence lengths that are shorter than the longest
 keep a sequence's state as it is beyond its end.
 """
@@ -8,15 +8,19 @@ keep a sequence's state as it is beyond its end.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from nimblec.graph.recurrence import recurrence_of_lengths
 from nimblec.onnx_ops.axes import zero_like
 from nimblec.onnx_ops.indexing import reversed_steps
 from nimblec.onnx_ops.table import Floats, Refused, Strings, op
+
+aten = torch.ops.aten
 
 Activation = Callable[[Tensor], Tensor]
 State = tuple[Tensor, ...]
@@ -131,19 +135,53 @@ def _unless_full(lengths: Tensor | None, steps: int) -> Tensor | None:
     return None if bool((lengths == steps).all()) else lengths
 
 
-def _run(layer: Layer, cells: Sequence[tuple[Tensor, Step]], layout: int) -> tuple[Tensor, ...]:
-    """Run each direction; return Y and the last states, stacked by direction."""
+def _network(layer: Layer, network: Any, order: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return Y and the last states by the framework's ``network``, whose gates are those of ONNX in this ``order``."""
+    zeros = torch.zeros(layer.directions, layer.x.shape[1], layer.hidden_size, dtype=layer.x.dtype)
+    states = [zeros if state is None else state for state in layer.states]
+    params = [_params(layer, i, order) for i in range(layer.directions)]
+    if layer.lengths is not None:
+        found = [
+            recurrence_of_lengths(
+                network, layer.x, layer.lengths, [state.narrow(0, i, 1) for state in states], params[i], is_backward
+            )
+            for i, is_backward in enumerate(layer.backward)
+        ]
+        outputs, *last = zip(*found, strict=True)
+        return torch.stack(outputs, 1), *map(torch.cat, last)
+    is_reverse = layer.backward == (True,)
+    x = layer.x.flip(0) if is_reverse else layer.x
+    flat = [part for each in params for part in each]
+    hx = states if len(states) > 1 else states[0]
+    y, *last = network(x, hx, flat, layer.b is not None, 1, 0.0, False, layer.directions == 2, False)
+    y = y.flip(0) if is_reverse else y
+    return y.unflatten(2, (layer.directions, -1)).transpose(1, 2), *last
+
+
+def _params(layer: Layer, direction: int, order: Sequence[int]) -> list[Tensor]:
+    """Return the weights of the input and of the state, and both biases if there are any."""
+    biases = () if layer.b is None else layer.b.select(0, direction).chunk(2)
+    gates = [part.chunk(len(order)) for part in (layer.w.select(0, direction), layer.r.select(0, direction), *biases)]
+    return [torch.cat([parts[place] for place in order]) for parts in gates]
+
+
+def _run(layer: Layer, cells: Sequence[tuple[Tensor, Step]]) -> tuple[Tensor, ...]:
+    """Run each direction step by step; return Y and the last states, stacked by direction."""
     outputs, finals = [], []
     for i, (gates, step) in enumerate(cells):
         states = tuple(_initial(layer, state, i) for state in layer.states)
         sequence, final = _run_direction(gates, step, states, layer.lengths, layer.backward[i])
         outputs.append(sequence)
         finals.append(final)
-    y = torch.stack(outputs, 1)
-    last = [torch.stack(parts) for parts in zip(*finals, strict=True)]
-    if layout:
-        return y.permute(2, 0, 1, 3), *[state.transpose(0, 1) for state in last]
-    return y, *last
+    return torch.stack(outputs, 1), *map(torch.stack, zip(*finals, strict=True))
+
+
+def _laid_out(results: tuple[Tensor, ...], layout: int) -> tuple[Tensor, ...]:
+    """Return Y and the last states with the batch first for layout 1."""
+    if not layout:
+        return results
+    y, *last = results
+    return y.permute(2, 0, 1, 3), *[state.transpose(0, 1) for state in last]
 
 
 def _initial(layer: Layer, state: Tensor | None, direction: int) -> Tensor:
@@ -202,6 +240,11 @@ def _names(names: Strings | None, defaults: Strings, directions: int) -> Strings
     return chosen
 
 
+def _are_usual(names: Strings, usual: Strings) -> bool:
+    """Return whether each direction has the functions of the framework's networks."""
+    return tuple(name.lower() for name in names) == usual * (len(names) // len(usual))
+
+
 @op("RNN", since=7)
 def rnn(
     x: Tensor,
@@ -220,6 +263,10 @@ def rnn(
     layout: int = 0,
 ) -> tuple[Tensor, ...]:
     layer = _layer(x, w, r, b, sequence_lens, (initial_h,), direction, hidden_size, layout)
+    names = {name.lower() for name in activations[: layer.directions]}
+    if clip is None and names in ({"tanh"}, {"relu"}):
+        network = aten.rnn_tanh.input if names == {"tanh"} else aten.rnn_relu.input
+        return _laid_out(_network(layer, network, (0,)), layout)
     functions = _activations(activations[: layer.directions], activation_alpha, activation_beta)
 
     def cell(i: int) -> tuple[Tensor, Step]:
@@ -228,7 +275,7 @@ def rnn(
 
         return _input_gates(layer, i, _both_biases(layer, i)), step
 
-    return _run(layer, [cell(i) for i in range(layer.directions)], layout)
+    return _laid_out(_run(layer, [cell(i) for i in range(layer.directions)]), layout)
 
 
 @op("GRU", since=7)
@@ -251,6 +298,8 @@ def gru(
 ) -> tuple[Tensor, ...]:
     layer = _layer(x, w, r, b, sequence_lens, (initial_h,), direction, hidden_size, layout)
     names = _names(activations, ("Sigmoid", "Tanh"), layer.directions)
+    if clip is None and linear_before_reset and _are_usual(names, ("sigmoid", "tanh")):
+        return _laid_out(_network(layer, aten.gru.input, (1, 0, 2)), layout)
     functions = _activations(names, activation_alpha, activation_beta)
     size = layer.hidden_size
 
@@ -279,7 +328,7 @@ def gru(
 
         return _input_gates(layer, i, input_bias), step
 
-    return _run(layer, [cell(i) for i in range(layer.directions)], layout)
+    return _laid_out(_run(layer, [cell(i) for i in range(layer.directions)]), layout)
 
 
 @op("LSTM", since=7)
@@ -304,6 +353,8 @@ def lstm(
 ) -> tuple[Tensor, ...]:
     layer = _layer(x, w, r, b, sequence_lens, (initial_h, initial_c), direction, hidden_size, layout)
     names = _names(activations, ("Sigmoid", "Tanh", "Tanh"), layer.directions)
+    if clip is None and p is None and not input_forget and _are_usual(names, ("sigmoid", "tanh", "tanh")):
+        return _laid_out(_network(layer, aten.lstm.input, (0, 2, 3, 1)), layout)
     functions = _activations(names, activation_alpha, activation_beta)
     size = layer.hidden_size
 
@@ -332,4 +383,4 @@ def lstm(
 
         return _input_gates(layer, i, _both_biases(layer, i)), step
 
-    return _run(layer, [cell(i) for i in range(layer.directions)], layout)
+    return _laid_out(_run(layer, [cell(i) for i in range(layer.directions)]), layout)

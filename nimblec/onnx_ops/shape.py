@@ -5,11 +5,13 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from nimblec.onnx_ops.axes import axes_of, axis_of, sizes_of
+from nimblec.onnx_ops.axes import along, axes_of, axis_of, sizes_of
+from nimblec.onnx_ops.counted import Counted, counted
 from nimblec.onnx_ops.table import Description, Ints, Known, Node, Refused, op
-from nimblec.onnx_ops.unsigned import bitwise
+from nimblec.onnx_ops.unsigned import bitwise, index_select
 
 
 @op("Shape")
@@ -28,20 +30,44 @@ def size(data: Description) -> Tensor:
 
 
 @op("Reshape", since=5)
-def reshape(data: Tensor, shape: Ints) -> Tensor:
-    return reshape_with_zeros(data, shape)
+def reshape(data: Tensor, shape: Tensor, *, node: Node) -> Tensor | Counted:
+    return reshape_with_zeros(data, shape, node=node)
 
 
 @op("Reshape", since=14)
-def reshape_with_zeros(data: Tensor, shape: Ints, *, allowzero: int = 0) -> Tensor:
-    sizes = list(shape)
+def reshape_with_zeros(data: Tensor, shape: Tensor, *, node: Node, allowzero: int = 0) -> Tensor | Counted:
+    if shape.dtype != torch.int64:
+        raise Refused(f"input 1 'shape' is {shape.dtype}; expected an integer")
+    if isinstance(shape, FakeTensor):
+        return _reshape_within(data, shape, node, keeps_zeros=bool(allowzero))
+    sizes = shape.tolist()
     if not allowzero:
-        for i, length in enumerate(shape):
+        for i, length in enumerate(sizes):
             if length == 0:
                 sizes[i] = data.shape[axis_of(i, data.dim())]
     if -1 in sizes and prod(sizes) == 0:
-        raise Refused(f"shape {shape} has both 0 and -1")
+        raise Refused(f"shape {tuple(sizes)} has both 0 and -1")
     return torch.reshape(data, sizes)
+
+
+def _reshape_within(data: Tensor, shape: Tensor, node: Node, *, keeps_zeros: bool) -> Tensor | Counted:
+    """Reshape to a shape that is computed while the model runs, in memory of its bound."""
+    bound, (length, count) = node.bound(0), (data.numel(), shape.numel())
+    if len(bound) != count or not length:
+        raise Refused(f"makes {count} dimensions of {length} elements; its bound is {bound}")
+    sizes = shape.to(torch.int64)
+    if not keeps_zeros:
+        same = torch.tensor([*data.shape, *[0] * count][:count])
+        sizes = torch.where(sizes == 0, same, sizes)
+    known = torch.where(sizes == -1, torch.tensor(1), sizes).prod()
+    sizes = torch.where(sizes == -1, torch.div(torch.tensor(length), known.clamp(min=1), rounding_mode="floor"), sizes)
+    # A shape of other numbers of elements ends the run, like sizes beyond the bound.
+    sizes = torch.where(sizes.prod() == length, sizes, torch.tensor(bound) + 1)
+    place = torch.tensor(0)
+    for axis, most in enumerate(bound):
+        place = place * sizes.select(0, axis) + along(torch.arange(most), axis, count)
+    values = index_select(data.reshape(-1), 0, place.reshape(-1).clamp(max=length - 1)).reshape(bound)
+    return counted(values, {axis: sizes.select(0, axis) for axis in range(count)})
 
 
 @op("Flatten")

@@ -18,6 +18,7 @@ from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.control import has_control
 from nimblec.pytorch.flat import device_of, flattened
 from nimblec.pytorch.model import TorchModel
+from nimblec.pytorch.recurrent import has_lengths
 
 CAST = Pipeline(
     Phase(
@@ -60,10 +61,10 @@ def variants(
 
     torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
     model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
-    training step are, fused regions alone were always slower than with Triton kernels, too. ``dtype`` is the half
-    precision to compute in instead of float32, ``times`` keeps the times of Triton kernels, and ``report`` is called
-    for each pass that has run. A model that the user compiled with torch.compile stays as it is at every level; with
-    ``dtype`` it is refused by a CompileError.
+    training step are, fused regions alone were always slower than with Triton kernels, too; all others are also tried
+    as at level 0. ``dtype`` is the half precision to compute in instead of float32, ``times`` keeps the times of Triton
+    kernels, and ``report`` is called for each pass that has run. A model that the user compiled with torch.compile
+    stays as it is at every level; with ``dtype`` it is refused by a CompileError.
     """
     if model.is_compiled:
         if dtype is not None:
@@ -74,7 +75,7 @@ def variants(
         if dtype is not None:
             yield Variant(name="cast", make=cast)
             return
-        if model.is_flat or not has_control(model.module):
+        if model.is_flat or not (has_control(model.module) or has_lengths(model.module)):
             yield as_it_runs(model)
         if not model.is_flat:
             yield Variant(name="as a graph", make=partial(flattened, model), is_fallback=True)
@@ -111,7 +112,14 @@ def _of_level_2(
     has_kernels = runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)
     fused = _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
     yield replace(fused, is_fallback=has_kernels and bool(model.written_elsewhere))
-    if not (has_kernels or dtype is not None or model.written_elsewhere):
+    if model.written_elsewhere:
+        return
+    # What no rewrite touched: the framework's own kernels, such as cuDNN's LSTM, may be faster than ours.
+    if dtype is not None:
+        yield Variant(name="cast", make=partial(runs, CAST))
+    elif model.is_flat or not has_control(model.module):
+        yield replace(as_it_runs(model), is_original=False)
+    if not (has_kernels or dtype is not None):
         yield Variant(name="torch.compile", make=partial(compiled, model))
 
 

@@ -25,6 +25,7 @@ class Trial:
         self._axes = Axes(programs)
         self._draws = {program.name: Draws(program, self._axes) for program in programs}
         self._target = executable.plan.target
+        self._compared: dict[tuple[str, str, str, int | None], bool] = {}
 
     def is_exact(self, program: Program) -> bool:
         """Return whether a run writes the state, into which padding must not get, or crops outputs itself."""
@@ -35,9 +36,9 @@ class Trial:
         size, others = dict(program.profile)[name], self._neighbours(program, name)
         if not (size and others) or name in self._axes.bound or most is Fit.EXACT:
             return Fit.EXACT
-        below = max((dict(p.profile)[name] for p in others), key=lambda n: (n < size, n))
-        used = {below + 1, size - 1} if below < size else {1, size - 1}
-        if not all(self.is_alone(program, stops={name: n}) for n in used - {0, size}):
+        below = max((n for p in others if (n := dict(p.profile)[name]) < size), default=0)
+        fewest = min(below + 1, size - 1)
+        if fewest and not self.is_alone(program, stops={name: fewest}):
             return Fit.EXACT
         if not all(self._agree(program, other, name, 0) for other in others):
             return Fit.EXACT
@@ -69,6 +70,13 @@ class Trial:
     def _agree(self, one: Program, other: Program, name: str, start: int | None) -> bool:
         """Return whether the smaller program agrees with elements of the larger, from ``start`` or the last ones."""
         small, large = sorted((one, other), key=lambda p: dict(p.profile)[name])
+        # Each pair is asked for twice, by both of its programs.
+        pair = small.name, large.name, name, start
+        if pair not in self._compared:
+            self._compared[pair] = self._agrees_with(small, large, name, start)
+        return self._compared[pair]
+
+    def _agrees_with(self, small: Program, large: Program, name: str, start: int | None) -> bool:
         count, total = dict(small.profile)[name], dict(large.profile)[name]
         starts = {name: total - count if start is None else start}
         stops = {name: starts[name] + count}

@@ -15,13 +15,16 @@ _SLOWEST_NBYTES_S = 20_000_000
 """A slow disk's rate, which bounds the time to read a large plan."""
 _SLOWEST_RUNS = 20
 """Two runs, each ten times slower than when it was measured."""
+_LOAD_S = 0.5
+"""The time to load one more program."""
 _UNMEASURED_S = 60.0
 """The duration of a slow run, for a plan without measured times."""
 
 
 def run_seconds(plan: Plan) -> float:
-    """Return the sum of the measured durations of the commands of all programs."""
-    return sum(work.duration_ns for program in plan.programs for _, work in program.work) / 1e9 or _UNMEASURED_S
+    """Return the sum of the measured durations of the commands of all programs, and of loading each after the first."""
+    measured = sum(work.duration_ns for program in plan.programs for _, work in program.work) / 1e9
+    return (measured or _UNMEASURED_S) + _LOAD_S * (len(plan.programs) - 1)
 
 
 class DifferingOutput(NamedTuple):

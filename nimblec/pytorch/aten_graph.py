@@ -22,6 +22,7 @@ from nimblec.graph.recorder import InPlaceError, Recorder, graph_module, is_deco
 from nimblec.pytorch.control import CONTROL
 from nimblec.pytorch.export_errors import BY_VALUE, exporting
 from nimblec.pytorch.model import state_written
+from nimblec.pytorch.recurrent import OF_LENGTHS, padded_sequences, run_of_lengths
 from nimblec.pytorch.source_tracker import source_of
 
 aten = torch.ops.aten
@@ -132,7 +133,7 @@ def program(recorder: Recorder, leaves: Sequence[Any], spec: pytree.TreeSpec) ->
 
 def _pure(module: torch.nn.Module, export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """Return the exported program, refused if it is known to write into an input or state."""
-    with torch.no_grad(), exporting(type(module).__name__, "torch.export"):
+    with torch.no_grad(), exporting(type(module).__name__, "torch.export"), padded_sequences():
         exported = export()
     name, signature = type(module).__name__, exported.graph_signature
     inputs = list(signature.user_inputs_to_mutate.values())
@@ -257,7 +258,7 @@ class _Tracer(fx.Interpreter):
             return aten.leaky_relu(args[0], slope)
         device = self._device_of((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, (args, kwargs))
-        return super().call_function(target, args, kwargs)
+        return super().call_function(run_of_lengths if target is OF_LENGTHS else target, args, kwargs)
 
     def _call_region(self, target: HigherOrderOperator, args: tuple[Any, ...]) -> Any:
         """Run a block under no_grad, or with autocast switched off, as its calls alone."""

@@ -1,7 +1,6 @@
 """Export a module of this process with the dynamic shapes that its user gives, as torch.export takes them."""
 
 import re
-from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -25,16 +24,15 @@ from nimblec.pytorch.sources import DynamicProgram
 _VIOLATED = re.compile(r"Constraints violated \((.+?)\)")
 
 
-def export_dynamic(live: LiveModel, for_onnx: Options | None = None) -> Source:
+def export_dynamic(live: LiveModel, options: Options) -> Source:
     """Return the ExportedProgram of a live model, with its dynamic dimensions under the names of their Dims.
 
-    ``for_onnx`` are the options of a plan for the CPU target. For it packed sequences are traced as padded ones, and a
-    model whose code fixes a dimension is returned to be exported for each size alone. Raises TraceError where
-    torch.export refuses the model or the shapes.
+    Packed sequences are traced as padded ones, and a model whose code fixes a dimension is returned to be exported for
+    each size alone. Raises TraceError where torch.export refuses the model or the shapes.
     """
     name = "the module" if isinstance(live.model, torch.nn.Module) else "the function"
     args = live.args or ()
-    with borrowed(live.model), padded_sequences() if for_onnx else nullcontext():
+    with borrowed(live.model), padded_sequences():
         module = as_module(live.model)
         module.register_forward_hook(results_by_name)  # removed at the end of the loan
         try:
@@ -46,7 +44,7 @@ def export_dynamic(live: LiveModel, for_onnx: Options | None = None) -> Source:
         except TraceError as exc:
             said = str(root_cause(exc))
             _refuse_sized_state(name, module, live, said)
-            by_size = _by_size(name, module, live, for_onnx) if for_onnx and FIXED.search(said) else None
+            by_size = _by_size(name, module, live, options) if FIXED.search(said) else None
             if by_size is None:
                 raise
             return by_size

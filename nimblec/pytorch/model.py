@@ -240,5 +240,5 @@ def _replacements(
         dtype = DTYPES[spec.dtype] if spec.dtype else leaves[spec.name].dtype
         replaced[spec.name] = stand_in(spec.shape, dtype)
     for name, array in examples.items():
-        replaced[name] = as_tensor(np.ascontiguousarray(array))
+        replaced[name] = as_tensor(np.asarray(array, order="C"))
     return replaced

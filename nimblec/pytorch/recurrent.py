@@ -1,17 +1,18 @@
 """Recurrent layers in an export: of any number of steps, and of packed sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._decomp import global_decomposition_table
 from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import UnsupportedModelError
+from nimblec.graph.recurrence import recurrence_of_lengths
 
 aten = torch.ops.aten
 
@@ -164,13 +165,54 @@ def _recurrence_of_lengths(
     bidirectional: bool,
 ) -> list[Tensor]:
     """Return the outputs of each step, zeros beyond the lengths, and the states after the last of each sequence."""
-    data, sizes, *_ = rnn.pack_padded_sequence(x, lengths)
+    data, sizes, *_ = rnn.pack_padded_sequence(x, lengths.cpu())
     hx: Any = states if kind == "lstm" else states[0]
     y, *last = getattr(torch._VF, kind)(
         data, sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional
     )
     y, _ = rnn.pad_packed_sequence(rnn.PackedSequence(y, sizes), total_length=x.shape[0])
     return [y, *last]
+
+
+OF_LENGTHS = torch.ops.nimblec.recurrence_of_lengths.default
+"""The call that an exported graph has for a recurrent network of packed sequences."""
+
+
+def has_lengths(module: Any) -> bool:
+    """Return whether an exported graph has a recurrent network of packed sequences."""
+    return isinstance(module, fx.GraphModule) and any(node.target is OF_LENGTHS for node in module.graph.nodes)
+
+
+def run_of_lengths(
+    kind: str,
+    x: Tensor,
+    lengths: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    _has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> list[Tensor]:
+    """Return what `OF_LENGTHS` does, by calls of the framework's networks under a `Recorder`."""
+    if train and dropout:
+        raise UnsupportedModelError(f"{kind} of packed sequences draws random numbers: call .eval() first")
+    directions = 2 if bidirectional else 1
+    count = num_layers * directions
+    each = len(params) // count
+    last = []
+    for layer in range(num_layers):
+        outputs = []
+        for place in range(layer * directions, (layer + 1) * directions):
+            own = [state.narrow(0, place, 1) for state in states]
+            weights = params[place * each : (place + 1) * each]
+            network = getattr(aten, kind).input
+            y, *ends = recurrence_of_lengths(network, x, lengths, own, weights, is_backward=place % directions == 1)
+            outputs.append(y)
+            last.append(ends)
+        x = torch.cat(outputs, 2)
+    return [x, *map(torch.cat, zip(*last, strict=True))]
 
 
 @_recurrence_of_lengths.register_fake

@@ -99,7 +99,7 @@ def _width(graph: Graph, task: Task, target: Target) -> int:
 
 def _is_large(kernel: Kernel) -> bool:
     """Return whether several threads run a kernel of a CPU plan faster."""
-    return is_large(kernel.symbol, sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters))
+    return is_large(sum(prod(p.shape) * ITEM_NBYTES[p.dtype] for p in kernel.parameters))
 
 
 def _flops(kernel: Kernel) -> int:

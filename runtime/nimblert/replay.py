@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing, nullcontext
 
 _FRAMEWORKS = ("torch", "onnx", "triton", "nimblec")
 
@@ -43,32 +44,34 @@ def main(target: str, threads: int | None = None) -> int:
     plan = read_plan(path)
     lap("read", now)
     verdicts = []
-    for program in plan.programs:
-        now = time.perf_counter()
-        # each from the initial state
-        with load(plan, program=program.name, threads=threads, poison=True) as loaded:
-            now = lap("load", now)
-            record = program.golden
-            if record is None:
-                sys.stderr.write(f"{path}: program {program.name!r} has no golden record\n")
-                return 2
-            inputs = golden.draw_inputs(program, record.seed)
-            now = lap("draw inputs", now)
-            outputs = list(loaded.run(inputs).values())
-            lap("first run", now)
-            again = list(loaded.run(inputs).values())
-        compared = golden.check(record, outputs)
-        repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
-        verdicts += [
-            {
-                "program": program.name,
-                "name": t.name if len(plan.programs) == 1 else f"{t.name} of {program.name}",
-                "verdict": c.verdict.value,
-                "difference": c.difference,
-                "repeat": "not the same state" if plan.state else r.verdict.value,
-            }
-            for t, c, r in zip(program.outputs, compared, repeated, strict=True)
-        ]
+    # Each load would make the GPU's context anew.
+    with closing(driver.Context()) if target == "cuda" else nullcontext():
+        for program in plan.programs:
+            now = time.perf_counter()
+            # each from the initial state
+            with load(plan, program=program.name, threads=threads, poison=True) as loaded:
+                now = lap("load", now)
+                record = program.golden
+                if record is None:
+                    sys.stderr.write(f"{path}: program {program.name!r} has no golden record\n")
+                    return 2
+                inputs = golden.draw_inputs(program, record.seed)
+                now = lap("draw inputs", now)
+                outputs = list(loaded.run(inputs).values())
+                lap("first run", now)
+                again = list(loaded.run(inputs).values())
+            compared = golden.check(record, outputs)
+            repeated = golden.check(golden.record(record.seed, outputs, record.tolerance), again)
+            verdicts += [
+                {
+                    "program": program.name,
+                    "name": t.name if len(plan.programs) == 1 else f"{t.name} of {program.name}",
+                    "verdict": c.verdict.value,
+                    "difference": c.difference,
+                    "repeat": "not the same state" if plan.state else r.verdict.value,
+                }
+                for t, c, r in zip(program.outputs, compared, repeated, strict=True)
+            ]
     with answer:
         json.dump({"outputs": verdicts, "seconds": seconds}, answer)
     return 0

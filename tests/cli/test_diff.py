@@ -63,7 +63,7 @@ def test_diff_prints_a_table_for_each_section_and_exits_with_1(nimblec: CommandL
     assert done.out.startswith(f"{a} and {b} differ: 1 in memory, 1 in weights\n")
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert "arena 1,024 2,048 +100.0%" in lines
-    assert "scale float32 4 float32 4 values differ by up to 0.5" in lines
+    assert "scale float32 4 float32 4 values differ by up to 0.5, read by model.scale" in lines
 
 
 def test_diff_of_a_changed_weight_is_as_the_document_shows(nimblec: CommandLine, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from translations import agree
 import nimblec
 import nimblert
 from nimblec.base.errors import CompileError
+from nimblec.pytorch.aten_graph import trace
 
 
 class _Packed(nn.Module):
@@ -95,6 +96,20 @@ def test_packed_sequence_has_lengths_of_the_call(case: str) -> None:
     others = () if module.is_sorted else (call(1, 6, 4), call(2, 2, 5))
     with torch.no_grad():
         agree(module.eval(), call(6, 3, 2), call(5, 5, 1), *others)
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_sequence_traces_to_plain_calls(case: str) -> None:
+    module, has_state = PACKED[case]
+    x = torch.randn((3, 6, 3) if module.layer.batch_first else (6, 3, 3))
+    state = (torch.randn(1, 3, 4),) if has_state else ()
+    program = trace(module.eval(), (x, torch.tensor([6, 3, 2]), *state))
+    for lengths in ([6, 3, 2], [4, 4, 1]):
+        given = (x, torch.tensor(lengths), *state)
+        with torch.no_grad():
+            pairs = zip(program.module(*given), tree_leaves(module(*given)), strict=True)
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected)
 
 
 def test_packed_sequences_are_served_between_sizes() -> None:

@@ -16,6 +16,7 @@ from nimblec.base.options import TargetChoice
 from nimblec.cuda import compile as cuda_compile
 from nimblec.cuda.absent.buffers import BufferTable
 from nimblec.cuda.absent.target import find_gpu
+from nimblec.inspect.plan_difference import compare
 from nimblec.inspect.verification import Result, verify
 from nimblec.kernels.gpu import GPU, KNOWN
 from nimblert.check.verify import read_plan
@@ -38,13 +39,16 @@ class Network(nn.Module):
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16), nn.SiLU(),
             nn.MaxPool2d(2), nn.Conv2d(16, 32, 1), nn.Upsample(scale_factor=2),
         )
+        self.groups = nn.Conv2d(32, 32, 3, padding=1, groups=4)
+        self.filter = nn.Conv1d(32, 32, 5, padding=2)
         self.norm = nn.LayerNorm(32)
         self.joined = nn.Linear(32, 96)
         self.steps = nn.LSTM(32, 16)
         self.register_buffer("total", torch.zeros(1, 36, 32))
 
     def forward(self, image):
-        rows = self.norm(self.images(image).flatten(2).transpose(1, 2))
+        pixels = self.groups(self.images(image)).flatten(2)
+        rows = self.norm(self.filter(pixels).transpose(1, 2))
         heads = self.joined(rows).reshape(1, -1, 6, 16).transpose(1, 2)
         seen = functional.scaled_dot_product_attention(*heads.chunk(3, 1))
         self.total += torch.bmm(seen[0], seen[0].transpose(1, 2)).sum() + torch.cumsum(rows, 1)
@@ -55,8 +59,8 @@ def network():
     torch.manual_seed(0)
     return Network().eval(), (torch.randn(1, 3, 8, 8),)
 
-def grouped():
-    return nn.Conv2d(4, 4, 3, groups=2), (torch.randn(1, 4, 8, 8),)
+def transposed():
+    return nn.ConvTranspose2d(4, 4, 3, stride=2), (torch.randn(1, 4, 8, 8),)
 """
 
 
@@ -131,15 +135,77 @@ def test_absent_plan_runs_on_its_gpu(
                 torch.testing.assert_close(torch.from_numpy(output), expected.detach(), rtol=1e-2, atol=1e-3)
 
 
+DIFFERENT = """
+import torch
+from torch import nn
+
+class Network(nn.Module):
+    def __init__(self, activation, name):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.last = nn.Linear(16, 10)
+        self.activation, self.name = activation, name
+
+    def forward(self, image):
+        pixels = self.activation(self.second(torch.relu(self.first(image))))
+        return {self.name: self.last(pixels.mean((2, 3)))}
+
+def network(activation=torch.tanh, name="y", size=16, more=0.0):
+    torch.manual_seed(0)
+    made = Network(activation, name).eval()
+    with torch.no_grad():
+        made.second.weight[2, 3, 1, 1] += more
+    return made, (torch.randn(1, 3, size, size),)
+
+def weight():
+    return network(more=0.25)
+
+def kernel():
+    return network(activation=torch.sigmoid)
+
+def size():
+    return network(size=20)
+
+def name():
+    return network(name="z")
+"""
+
+
+@needs_cuda_build
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_diff_of_absent_plans_names_change(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_different.py").write_text(DIFFERENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    plans = {}
+    for name in ("network", "weight", "kernel", "size", "name"):
+        how = ("--target", "sm_90", "--precision", "fp16", "--no-plan-cache", "--quiet")
+        command_line.prints("compile", f"absent_different:{name}", "-o", tmp_path / f"{name}.plan", *how)
+        plans[name] = read_plan(tmp_path / f"{name}.plan")
+    said: dict[str, dict[str, list[str]]] = {}
+    for name in ("weight", "kernel", "size", "name"):
+        for change in compare(plans["network"], plans[name]).changes:
+            said.setdefault(name, {}).setdefault(change.section, []).append(change.note or f"{change.after}")
+    assert said["weight"].keys() == {"weights", "numerics"}
+    assert said["weight"]["weights"] == ["values differ by up to 0.25, read by second"]
+    assert said["kernel"].keys() - {"memory"} == {"kernels", "numerics"}
+    assert said["kernel"]["kernels"] == ["other code in 1 launch of second"]
+    assert said["size"]["interface"] == ["image: float32 1x3x20x20"]
+    assert "weights" not in said["size"]
+    assert said["name"] == {"interface": ["z: float32 1x10"]}
+
+
 @needs_cuda_build
 def test_call_of_a_library_is_named(
     tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "absent_grouped.py").write_text(MODEL)
+    (tmp_path / "absent_transposed.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
-    output = tmp_path / "grouped.plan"
+    output = tmp_path / "transposed.plan"
     how = ("--target", "sm_90", "--no-plan-cache", "--quiet")
-    said = command_line.refused("compile", "absent_grouped:grouped", "-o", output, *how)
+    said = command_line.refused("compile", "absent_transposed:transposed", "-o", output, *how)
     assert "only a library's kernel computes it" in said
     assert not output.exists()
 

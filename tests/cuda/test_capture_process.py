@@ -40,7 +40,8 @@ def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text(json.dumps({"options": {"inputs": [], "named_inputs": []}}))
     with pytest.raises(CompileError) as failure:
         cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
-    sentence = r"the capture process failed in the stage 'start': KeyError: 'timing_cache' \(request\.py, line \d+\)"
+    where = "the capture process failed in the stage 'start a process'"
+    sentence = rf"{where}: KeyError: 'timing_cache' \(request\.py, line \d+\)"
     assert re.fullmatch(sentence, str(failure.value))
     (traceback,) = failure.value.__notes__
     assert traceback.startswith("Traceback (most recent call last):")

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 import nimblec
 from nimblec.base.options import Options, read_options
 from nimblec.base.source import LiveModel, Source
+from nimblec.cuda.load import load_models
+from nimblec.cuda.request import CompileRequest
 from nimblec.find_source import find_source
+from nimblec.onnx_export.value_sizes import as_onnx
 from nimblec.pytorch import sources
-from nimblec.pytorch.handover import hand_over
+from nimblec.pytorch.dynamic_export import export_dynamic
+from nimblec.pytorch.handover import ValueSizesError, hand_over
 from nimblert import loading
 
 REGISTRY: dict[str, float] = {}
@@ -60,6 +64,51 @@ def handed(model: Any, folder: Path, *args: Any, **kwargs: Any) -> tuple[Any, tu
     source, _, notes = hand_over(live(model, *args, **kwargs), Options(), folder)
     assert source.kind == "exported"
     return sources.load(source, Options())["main"], notes
+
+
+class Steps(nn.Module):
+    """A loop in Python, which fixes the number of steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the squares of rows."""
+        total = torch.zeros(2)
+        for step in range(x.shape[0]):
+            total = total + x[step] ** 2
+        return total
+
+
+def test_size_fixed_by_code_hands_over_alone(tmp_path: Path) -> None:
+    options = read_options(dims={"steps": (2, 5)})
+    shapes = ({0: torch.export.Dim("steps", min=2, max=8)},)
+    module = LiveModel(model=Steps(), args=(torch.ones(4, 2),), dynamic_shapes=shapes)
+    source, options, notes = hand_over(export_dynamic(module, options), options, tmp_path)
+    request = CompileRequest(source=source, options=options, output=tmp_path / "model.plan", sys_path=())
+    assert "the module's code fixes one" in notes[0]
+    for ((_, ((_, size),)), model) in load_models(request, device="cpu").items():
+        (x,) = model.args
+        assert x.shape == (size, 2)
+        torch.testing.assert_close(model.module(x), {"output": Steps()(x)})
+
+
+class Above(nn.Module):
+    """Its output has a size that depends on values."""
+
+    def forward(self, x: Tensor, least: Tensor) -> Tensor:
+        """Return the elements above a number."""
+        return x[x > least]
+
+
+def test_sizes_of_values_are_bounded_in_an_onnx_file(tmp_path: Path) -> None:
+    x, least = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.tensor(0.0)
+    with pytest.raises(ValueSizesError) as raised:
+        hand_over(live(Above(), x, least), Options(), tmp_path)
+    source, options, _ = as_onnx(raised.value.call, Options(), tmp_path)
+    request = CompileRequest(source=source, options=options, output=tmp_path / "model.plan", sys_path=())
+    (model,) = load_models(request, device="cpu").values()
+    assert [tuple(tensor.shape) for _, tensor in model.inputs] == [(4,), ()]
+    values, sizes = model.module(x, least)
+    assert sizes.tolist() == [2]
+    assert values[:2].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])

@@ -10,6 +10,7 @@ from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.control import Loop
 from nimblec.onnx_import import control
 from nimblec.onnx_import.importer import import_model
+from nimblec.pytorch.outputs import cut_outputs
 
 BRANCHES = """
     y = If (c) <
@@ -68,7 +69,29 @@ def test_a_loop_of_a_known_count_is_unrolled(trip: int) -> None:
     np.testing.assert_array_equal(collected, np.array([s * x for s in states]).reshape(-1, 2))
 
 
-def test_a_loop_of_unknown_count_stacks_no_outputs() -> None:
+def test_branches_of_other_sizes_make_a_counted_value() -> None:
+    branches = BRANCHES.replace("float[2] b) { b = Neg (x) }", "float[3] b) { b = Concat <axis = 0> (x, one) }")
+    one = np.ones(1, np.float32)
+    program = import_model(model_of(branches, "(float[2] x, bool c) => (float[N] y)", one=one))
+    for condition, expected in ((True, [6.0, 6.0]), (False, [3.0, 3.0, 1.0])):
+        found = program.module(torch.full((2,), 3.0), torch.tensor(condition))
+        assert [values.tolist() for values in cut_outputs(found, program.cropped)] == [expected]
+
+
+@pytest.mark.parametrize("trip", [0, 3, 5])
+def test_a_loop_of_unknown_count_stacks_up_to_a_bound(trip: int) -> None:
+    signature = "(float[2] x, int64 trip) => (float[2] last, float[N,2] all)"
+    model = model_of(LOOP, signature, keep=np.array(True))
+    program = import_model(model, bounds={"all": (4, 2)})
+    last, collected, sizes = program.module(torch.ones(2), torch.tensor(trip))
+    sums = [1.0 + sum(range(i + 1)) for i in range(trip)]
+    assert torch.equal(last, torch.full((2,), sums[-1] if sums else 1.0))
+    assert sizes.tolist() == [trip, 2], "a count beyond the bound is an error of the run"
+    within = min(trip, 3)
+    assert collected[:within, 0].tolist() == sums[:within]
+
+
+def test_a_loop_of_unknown_count_stacks_no_unbounded_output() -> None:
     signature = "(float[2] x, int64 trip) => (float[2] last)"
     with pytest.raises(UnsupportedModelError, match="stacks its output 'out' over a number of trips that is not known"):
         import_model(model_of(LOOP, signature, keep=np.array(True)))

@@ -309,3 +309,19 @@ def test_item_of_a_sequence_at_a_computed_position() -> None:
     agree(model_of(body, "(float[3] x, float[3] t, int64 i) => (float[3] y)"), draws)
     with pytest.raises(UnsupportedModelError, match="the tensors differ in shape or dtype"):
         import_model(model_of(body, "(float[3] x, float[4] t, int64 i) => (float[n] y)"))
+
+
+@pytest.mark.parametrize("shape", [[2, 6], [-1, 3], [0, 4], [12, 1]])
+def test_a_computed_shape_fills_a_part_of_its_bound(shape: list[int]) -> None:
+    model = model_of("r = Reshape (x, s)", "(float[3,4] x, int64[2] s) => (float[M,N] r)")
+    program = import_model(model, bounds={"r": (12, 6)})
+    x, s = np.arange(12, dtype=np.float32).reshape(3, 4), np.array(shape)
+    (found,) = cut_outputs(program.module(torch.from_numpy(x), torch.from_numpy(s)), program.cropped)
+    (expected,) = run_onnxruntime(model, [x, s])
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_a_computed_shape_of_other_elements_is_beyond_its_bound() -> None:
+    model = model_of("r = Reshape (x, s)", "(float[3,4] x, int64[2] s) => (float[M,N] r)")
+    *_, sizes = import_model(model, bounds={"r": (12, 6)}).module(torch.ones(3, 4), torch.tensor([5, 2]))
+    assert sizes.tolist() == [13, 7]

@@ -540,7 +540,7 @@ def test_every_problem_is_told_at_once() -> None:
         "Reshape '-> y'",
         "Squeeze '-> z'",
     ]
-    assert lines[3].endswith("input 1 'shape' is computed while the model runs; it must be known at import")
+    assert lines[3].endswith("input 1 'shape' is torch.float32; expected an integer")
 
 
 REFUSED = {

@@ -60,6 +60,9 @@ CASES = [
     ("LSTM", set(), {}),
     ("LSTM", {"b", "h", "c"}, {"direction": "reverse"}),
     ("LSTM", {"b", "h", "c", "lengths"}, {"direction": "bidirectional"}),
+    ("LSTM", {"lengths"}, {"direction": "reverse"}),
+    ("RNN", {"b", "lengths"}, {"activations": ["Relu"]}),
+    ("GRU", {"b", "h", "lengths"}, {"linear_before_reset": 1, "direction": "bidirectional"}),
     ("LSTM", {"b", "p"}, {"clip": 0.3}),
     ("LSTM", {"b", "h", "c"}, {"input_forget": 1}),
     ("LSTM", {"b", "p"}, {"clip": 0.3, "input_forget": 1}),
@@ -85,3 +88,17 @@ def test_gives_what_onnx_runtime_gives(op: str, options: set[str], attributes: d
     found = import_model(model).module(torch.from_numpy(x))
     for left, right in zip(found, session.run(None, {"x": x}), strict=True):
         np.testing.assert_allclose(left.numpy(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_lengths_beyond_the_steps_are_all_of_them(direction: str) -> None:
+    """On a GPU an index beyond the end would stop the process."""
+    attributes = {"direction": direction}
+    model, x = model_of("LSTM", options={"b", "lengths"}, attributes=attributes)
+    (lengths,) = (tensor for tensor in model.graph.initializer if tensor.name == "lengths")
+    model.graph.initializer.remove(lengths)
+    model.graph.input.append(helper.make_tensor_value_info("lengths", TensorProto.INT32, (BATCH,)))
+    run = import_model(model).module
+    found, expected = (run(torch.from_numpy(x), torch.tensor(n, dtype=torch.int32)) for n in ([9, 0, 5], [5, 0, 5]))
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(left, right)

@@ -79,7 +79,11 @@ def said(change: Change) -> str:
 
 
 CASES: dict[str, tuple[Callable[[], Plan], Callable[[], Plan], set[str]]] = {
-    "cuda weight": (cuda, cuda_with_weight, {"weights: scale: values differ by up to 0.5", "numerics: output 'y'"}),
+    "cuda weight": (
+        cuda,
+        cuda_with_weight,
+        {"weights: scale: values differ by up to 0.5, read by model.scale", "numerics: output 'y'"},
+    ),
     "cuda kernel": (
         cuda,
         cuda_with_kernel,
@@ -92,7 +96,11 @@ CASES: dict[str, tuple[Callable[[], Plan], Callable[[], Plan], set[str]]] = {
     ),
     "cuda size": (cuda, cuda_with_size, {"interface: input 0: x: float32 4x4 -> x: float32 2x4"}),
     "cuda name": (cuda, cuda_with_name, {"interface: output 0: y: float32 4x4 -> z: float32 4x4"}),
-    "cpu weight": (cpu, lambda: cpu(change=0.25), {"weights: w: values differ by up to 0.25", "numerics: output 'y'"}),
+    "cpu weight": (
+        cpu,
+        lambda: cpu(change=0.25),
+        {"weights: w: values differ by up to 0.25, read by a", "numerics: output 'y'"},
+    ),
     "cpu kernel": (
         cpu,
         lambda: cpu("Erf"),
@@ -127,14 +135,20 @@ def test_difference_is_what_was_changed(case: str) -> None:
 @pytest.mark.parametrize(
     ("change", "note"),
     [
-        (lambda p: replace(p, programs=(with_command(p.programs[0], 6, grid=(16, 2, 1)),)), "grid 32x2x1 to 16x2x1"),
-        (lambda p: replace(p, programs=(with_command(p.programs[0], 6, dynamic_smem_nbytes=8),)), "smem 4096 to 8"),
-        (lambda p: replace(p, modules=(Module(origin="aten", code=memoryview(bytes(64))), p.modules[1])), "code"),
+        (
+            lambda p: replace(p, programs=(with_command(p.programs[0], 6, grid=(16, 2, 1)),)),
+            "another tiling (grid 32x2x1 to 16x2x1)",
+        ),
+        (
+            lambda p: replace(p, programs=(with_command(p.programs[0], 6, dynamic_smem_nbytes=8),)),
+            "another tiling (smem 4096 to 8)",
+        ),
+        (lambda p: replace(p, modules=(Module(origin="aten", code=memoryview(bytes(64))), p.modules[1])), "other code"),
     ],
 )
 def test_kernel_of_one_symbol_has_another_tiling(change: Callable[[Plan], Plan], note: str) -> None:
     changes = {c.what: c for c in found(cuda(), stored(change(cuda_plan())))}
-    assert changes["_Z3addPfS_ (aten)"].note == f"another tiling ({note}) in 1 launch"
+    assert changes["_Z3addPfS_ (aten)"].note == f"{note} in 1 launch of model.relu"
     assert {c.section for c in changes.values()} == {"kernels"}
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from rewriting import assert_same, check, counts, run
 from torch import Tensor, fx, nn
 
@@ -13,6 +14,7 @@ from nimblec.kernels.launch import launch_of
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.recurrence_rewrite import RECURRENCE, requests
 from nimblec.kernels.products.recurrence_tilings import Recurrence, RecurrenceTiling, recurrence_candidates
+from nimblec.onnx_import.importer import import_model
 from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 
@@ -57,6 +59,39 @@ def test_layers_are_launches_of_the_same_values(name: str, given: bool) -> None:
         assert result.stride() == wanted.stride()
     initial = [bound(node)[state] for node in launches for state in ("h", "c") if state in bound(node)]
     assert all((state is not None) == given for state in initial)
+
+
+@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_onnx_layers_are_launches(kind: str, direction: str, has_lengths: bool) -> None:
+    """With lengths each direction is a launch, since the steps of the second follow another order in each sequence."""
+    generator = torch.Generator().manual_seed(0)
+    directions, rows = 2 if direction == "bidirectional" else 1, HIDDEN * (4 if kind == "LSTM" else 3)
+    sizes = {"w": (directions, rows, WIDTH), "r": (directions, rows, HIDDEN), "b": (directions, 2 * rows)}
+    weights = {name: torch.rand(size, generator=generator) - 0.5 for name, size in sizes.items()}
+    outputs = ["y", "y_h", "y_c"][: 3 if kind == "LSTM" else 2]
+    others = {} if kind == "LSTM" else {"linear_before_reset": 1}
+    names = ["x", *sizes, *(["lengths"] if has_lengths else [])]
+    node = helper.make_node(kind, names, outputs, hidden_size=HIDDEN, direction=direction, **others)
+    shapes = {"x": (TensorProto.FLOAT, (STEPS, BATCH, WIDTH)), "lengths": (TensorProto.INT32, (BATCH,))}
+    graph = helper.make_graph(
+        [node],
+        "recurrent",
+        [helper.make_tensor_value_info(name, *shapes[name]) for name in names if name in shapes],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(value.numpy(), name) for name, value in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    module = optimize(import_model(model).module, device="cuda")
+    inputs = [torch.rand(STEPS, BATCH, WIDTH, generator=generator), torch.tensor([5, 1, 3], dtype=torch.int32)]
+    expected = run(module, *inputs[: 1 + has_lengths])
+    RECURRENCE.use_first(module, SM_90)
+    check(module)
+    launches = [node for node in module.graph.nodes if node.target in {lstm_layer, gru_layer}]
+    assert len(launches) == (directions if has_lengths else 1)
+    for result, wanted in zip(run(module, *inputs[: 1 + has_lengths]), expected, strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])

@@ -35,7 +35,7 @@ def prologue(channels, images, before, gate):
 def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
           bias=True, residual=False, slices=1, parts=1, before="", gate=False, dtype=torch.float16):
     torch.manual_seed(0)
-    two = lambda n: (n, n)
+    two = lambda n: n if isinstance(n, tuple) else (n, n)
     shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
         pixel_stride=channels * slices, out_stride=out * parts)
@@ -43,7 +43,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     pixels = size if slices else (1, 1)
     x = torch.randn(batch, *pixels, channels * max(slices, 1), dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
     x = x.expand(batch, channels, *size)
-    weight = (torch.randn(out, channels, kernel, kernel) / shape.depth ** 0.5).to(dtype)
+    weight = (torch.randn(out, channels, *shape.kernel) / shape.depth ** 0.5).to(dtype)
     b = torch.randn(out, dtype=dtype) if bias else None
     read = prologue(channels, batch, before, gate)
     whole = torch.full((batch, shape.out_height, shape.out_width, out * parts), torch.nan, dtype=dtype)
@@ -118,6 +118,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], 'gelu', kernel=7, stride=2, padding=3)",
     "dilation": "check((11, 9), 16, 24, [32, 16, 16, 1, 4, 2], 'gelu_tanh', kernel=3, dilation=2, padding=2)",
     "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
+    "one axis": "check((1, 23), 16, 20, [16, 16, 16, 2, 4, 2], kernel=(1, 5), stride=(1, 2), padding=(0, 3), batch=2)",
     "odd channels and stride": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
     "product of one row again and again": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], slices=0)",

@@ -135,6 +135,10 @@ HOSTILE: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: changed(0, fill(0, 1), fill(60, 8)),
         r"bodies\[0\]\.commands\[1\]\.dst: 8 bytes at 60 lie outside ARENA\(0\) \(64 bytes\)",
     ),
+    "writes weights": (
+        lambda: changed(1, fill(16, 8), fill(0, 4, region=Region.WEIGHTS)),
+        r"bodies\[1\]\.commands\[1\]\.dst: is in WEIGHTS, which no run changes",
+    ),
     "never ends": (lambda: changed(0, fill(8, 8)), "the body never writes it, so the loop would not end"),
     "runs itself": (lambda: changed(0, fill(0, 1), LOOP), r"runs bodies\[0\], expected one from 1 to 2"),
     "runs each other": (lambda: changed(2, fill(16, 8), replace(BRANCH, bodies=(1,))), "expected one from 3 to 2"),

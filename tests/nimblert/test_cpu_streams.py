@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import nimblec
 from nimblert.cpu.host_memory import HostWeights
 from nimblert.cpu.onnx_session import SessionCache
-from nimblert.cpu.streams import Bound, Step, Streams, Waiting, open_gate, pass_gate
+from nimblert.cpu.streams import Bound, Step, Streams, Waiting, open_gate, pass_gate, pools
 from nimblert.errors import InputError
 from nimblert.plan import Command, Memset, Plan, Pointer, Record, Region, Wait
 
@@ -143,17 +143,30 @@ def test_threads_end_with_a_backend_that_is_dropped(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize(("sizes", "waiting"), [((4,), Waiting.SPINNING), ((4, 8), Waiting.SPINNING_IN_RUNS)])
-def test_threads_of_one_of_several_programs_do_not_spin_on(
-    tmp_path: Path, sizes: tuple[int, ...], waiting: Waiting
-) -> None:
+@pytest.mark.parametrize(
+    ("touched", "expected"),
+    [
+        ((128,), [Waiting.SPINNING]),
+        ((127,), [None]),
+        ((128, 511), [None, None]),
+        ((128, 512), [None, Waiting.SPINNING]),
+        ((512, 512), [Waiting.SPINNING_IN_RUNS, Waiting.SPINNING_IN_RUNS]),
+    ],
+)
+def test_pools_spin_on_for_one_session_alone(touched: tuple[int, ...], expected: list[Waiting | None]) -> None:
+    nbytes = [kib << 10 for kib in touched]
+    found = pools(nbytes, 1, (2, ()), nbytes)
+    assert [pool.waiting if pool.count == 2 else None for pool in found] == expected
+
+
+def test_pools_spin_on_where_sizes_share_a_session(tmp_path: Path) -> None:
     value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=["N", 256])
     weight = numpy_helper.from_array(np.ones((256, 256), np.float32), "w")
     graph = helper.make_graph([node("MatMul", ["x", "w"], ["y"])], "g", [value("x")], [value("y")], [weight])
     opset = [helper.make_opsetid("", 21)]
     path = tmp_path / "model.onnx"
     path.write_bytes(helper.make_model(graph, ir_version=10, opset_imports=opset).SerializeToString())
-    plan = nimblec.compile(path, target="cpu", dims={"N": sizes}, plan_cache=None)
+    plan = nimblec.compile(path, target="cpu", dims={"N": (4, 8)}, plan_cache=None)
     cache = SessionCache(plan, HostWeights(plan), 2)
     found = {pool.waiting for program in plan.programs for pool in cache.pools(program).values()}
-    assert found == {waiting}
+    assert found == {Waiting.SPINNING}

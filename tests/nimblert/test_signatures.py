@@ -93,6 +93,24 @@ def test_signature_is_what_dsse_and_in_toto_define(signed: Path) -> None:
     assert statement["subject"] == [{"name": "model.plan", "digest": {"sha256": summed}}]
 
 
+def test_another_library_verifies_signature(signed: Path) -> None:
+    """The library that in-toto's and TUF's tools verify DSSE envelopes with."""
+    dsse = pytest.importorskip("securesystemslib.dsse", reason="needs securesystemslib: not installed")
+    from securesystemslib.exceptions import VerificationError
+    from securesystemslib.signer import SSlibKey
+
+    written = json.loads(signed.with_name("model.plan.sig").read_bytes())
+    keyid = written["signatures"][0]["keyid"]
+    key, stranger = (
+        SSlibKey.from_crypto(signatures.read_public_key(signed.with_name(f"{name}.pub")), keyid=keyid)
+        for name in ("key", "stranger")
+    )
+    envelope = dsse.Envelope.from_dict(written)
+    assert envelope.verify([key], threshold=1) == {keyid: key}
+    with pytest.raises(VerificationError):
+        envelope.verify([stranger], threshold=1)
+
+
 def tamper(plan: Path) -> None:
     """Change the file, and give it the digest of its new contents, as a forger would."""
     content = bytearray(plan.read_bytes())

@@ -24,8 +24,8 @@ def test_module_is_proved_by_its_traced_graph() -> None:
     examples = {"tokens": np.arange(TOKENS)[None]}
     given: dict[str, Any] = {"dims": dims, "examples": examples, "pad_masks": "attention_mask"}
     plan = nimblec.compile(module, inputs, target="cpu", dynamic_shapes=shapes, **given)
-    source = export_dynamic(LiveModel(model=module, args=inputs, kwargs={}, dynamic_shapes=shapes))
     options = read_options(**given)
+    source = export_dynamic(LiveModel(model=module, args=inputs, kwargs={}, dynamic_shapes=shapes), options)
     calls = sources.dynamic_program(source, options).calls(options)
     proofs = prove_programs(plan, [place_call(call, device="cpu") for call in calls.values()])
     assert list(proofs) == [program.name for program in plan.programs]

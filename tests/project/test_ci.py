@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ def blocks(language: str) -> list[str]:
 def github_scripts() -> list[str]:
     workflow = yaml.safe_load(blocks("yaml")[0])
     return [step["run"] for step in workflow["jobs"]["plans"]["steps"] if "run" in step]
+
+
+def is_for_absent_gpu(block: str) -> bool:
+    return "h200.plan" in block
 
 
 def gitlab_scripts() -> list[str]:
@@ -55,14 +60,44 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def run(scripts: list[str], folder: Path, environment: dict[str, str], build_file: str = blocks("toml")[0]) -> Any:
-    """Run the scripts in a checkout with a build file, by default that of the page, and the models that it names."""
+def check_out(folder: Path, environment: dict[str, str], build_file: str = blocks("toml")[0]) -> None:
+    """Write what the page's commands need: models, an input, the public key, and a build file."""
     for name in ("models", "plans"):
         (folder / name).mkdir(parents=True)
     for model in ("digits.onnx", "digits_batch.onnx"):
         shutil.copy(ROOT / "samples" / model, folder / "models")
+    shutil.copy(ROOT / "samples" / "digit_7.npy", folder)
     shutil.copy(Path(environment["KEYS"]) / "release.pub", folder)
     (folder / "plans" / "plans.toml").write_text(build_file)
+
+
+def without_figures(text: str) -> str:
+    """Return words in a row, without numbers and digests, which differ between machines."""
+    return " ".join(re.sub(r"\b[0-9a-f]{12}\b|[-+]?\d[\d.,]*( (ns|us|ms|s|B|kB)\b)?|─+", "#", text).split())
+
+
+def check_transcripts(wanted: Callable[[str], bool], folder: Path, environment: dict[str, str]) -> None:
+    """Run the commands of the page's transcripts in one folder, and compare what they print; ``…`` is any text."""
+    for block in filter(wanted, blocks("console")):
+        for step in block.removeprefix("$ ").split("\n$ "):
+            command, _, shown = step.partition("\n")
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=folder,
+                env={**environment, "COLUMNS": "200"},
+                check=False,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            expected = ".*".join(map(re.escape, without_figures(shown).split("…")))
+            assert re.fullmatch(expected, without_figures(done.stdout)), f"{command}\n{done.stdout}"
+            assert done.returncode == 0, command
+
+
+def run(scripts: list[str], folder: Path, environment: dict[str, str], build_file: str = blocks("toml")[0]) -> Any:
+    """Run the scripts in a checkout with a build file, by default that of the page, and the models that it names."""
+    check_out(folder, environment, build_file)
     for script in scripts:
         done = subprocess.run(
             ["bash", "-eo", "pipefail", "-c", script],
@@ -79,12 +114,19 @@ def run(scripts: list[str], folder: Path, environment: dict[str, str], build_fil
 @pytest.mark.skipif(
     find_spec("triton") is None or find_spec("nvidia") is None, reason="needs PyTorch's CUDA build and Triton"
 )
-def test_recipe_compiles_for_an_absent_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
-    shutil.copytree(ROOT / "samples", tmp_path / "models", ignore=lambda _folder, _names: ["telemetry", "serving"])
+def test_transcripts_for_absent_gpus(tmp_path: Path, environment: dict[str, str]) -> None:
+    check_out(tmp_path, environment)
     inherited = os.pathsep.join([environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
     environment = {**environment, "PYTHONPATH": inherited, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(["bash", "-ec", blocks("bash")[0]], cwd=tmp_path, env=environment, check=True)
-    assert (tmp_path / "digits.plan").stat().st_size > 0
+    check_transcripts(is_for_absent_gpu, tmp_path, environment)
+
+
+def test_transcripts_for_the_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    check_out(tmp_path, environment)
+    shutil.copy(Path(environment["KEYS"]) / "release", tmp_path)
+    check_transcripts(lambda block: not is_for_absent_gpu(block), tmp_path, environment)
+    assert "<html" in (tmp_path / "one.html").read_text()
+    assert "<html" in (tmp_path / "diff.html").read_text()
 
 
 def test_recipes_publish_plans(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -1,8 +1,9 @@
-"""Images of one channel, whose strides leave open whether they lie channels last."""
+"""The form and layout in which our kernels compute all convolutions, as no library takes the rest."""
 
 import torch
 from torch import fx
 
+from nimblec.cuda.absent.convolutions import convolve_as_images, join_groups
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.vocabulary import CONVOLUTIONS
@@ -32,9 +33,16 @@ LAYOUT = Pipeline(
     Phase(
         name="layout",
         passes=(
+            Pass(run=convolve_as_images, reason="norms and activations are fused with convolutions over one axis, too"),
+            Pass(
+                run=join_groups,
+                needs=(convolve_as_images,),
+                reason="it cuts images, and convolutions over one axis may have groups",
+            ),
             Pass(
                 run=lay_single_channels,
-                reason="our kernels, which come next, give results channels last, and no library takes the rest",
+                needs=(convolve_as_images,),
+                reason="our kernels, which come next, give results channels last",
             ),
         ),
     )

@@ -58,7 +58,7 @@ class _Worker:
             from nimblec.cuda.absent.inductor import pretend
             from nimblec.kernels import triton_start
 
-            triton_start.choose_assembler()
+            triton_start.choose_assembler_and_cache()
             # It names files of this machine.
             os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
             pretend(self._gpu)

@@ -8,8 +8,8 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import import_module
 from math import prod
@@ -21,10 +21,11 @@ import numpy as np
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import division
 from nimblert.check.onnx_model import ELEMENT_TYPES, Graph, Model, Value, read_model, write_model
-from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN, declared, symbol
+from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN, declared
 from nimblert.check.protobuf import Budget
-from nimblert.cpu import streams
+from nimblert.cpu import sizes, streams
 from nimblert.cpu.host_memory import HostMemory, HostWeights
+from nimblert.cpu.sizes import Form
 from nimblert.cpu.streams import Pool, Threads, Waiting
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
@@ -148,11 +149,15 @@ def initializer_folder() -> Iterator[str]:
 
 
 class _Opened:
-    """A session, and the weights that it was opened over, to which it has no references of its own."""
+    """A session, and the weights that it was opened over, to which it has no references of its own.
+
+    ``checked`` are the models that may run in it: those whose declared values ONNX Runtime has inferred.
+    """
 
     def __init__(self, session: Any, weights: Mapping[str, np.ndarray]) -> None:
         self.session = session
         self.weights = weights
+        self.checked: set[bytes] = set()
 
 
 _opened: weakref.WeakValueDictionary[tuple[object, ...], _Opened] = weakref.WeakValueDictionary()
@@ -200,18 +205,30 @@ class _Code:
         return division.operands(self.graph, self._kernel.parameters) if self.graph.node else None
 
     @cached_property
-    def is_large(self) -> bool:
-        """Whether several threads run a node of the kernel faster."""
-        sizes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
-        sizes |= {n: prod(shape) * ITEM_NBYTES[dtype] for n, (dtype, shape) in self.inner.items() if dtype and shape}
-        return any(
-            streams.is_large(symbol([node]), sum(sizes.get(name, 0) for name in {*node.input, *node.output}))
-            for node in self.graph.node
-        )
+    def touched_nbytes(self) -> int:
+        """The bytes that the largest node of the kernel reads and writes."""
+        nbytes = {p.name: prod(p.shape) * ITEM_NBYTES[p.dtype] for p in self._kernel.parameters}
+        nbytes |= {n: prod(shape) * ITEM_NBYTES[dtype] for n, (dtype, shape) in self.inner.items() if dtype and shape}
+        nodes = ({*node.input, *node.output} for node in self.graph.node)
+        return max((sum(nbytes.get(name, 0) for name in names) for names in nodes), default=0)
+
+
+_LaunchKey: TypeAlias = tuple[int, tuple[tuple[str, Pointer], ...]]
+"""The kernel of a launch, and its weights by the names of their parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SessionForm:
+    """The form of the session of one launch or several, and the bytes that the largest of its nodes touches."""
+
+    form: Form
+    touched_nbytes: int
 
 
 class SessionCache:
     """The sessions of a plan: one for each kernel and its initializers, shared by all launches and contexts.
+
+    Launches of several programs that differ only in sizes share one too (`nimblert.cpu.sizes`).
 
     Launches are bound in a block of ``with sessions.lock, sessions``, which may be nested. Sessions and bindings
     outlive it; the placeholder file of initializers does not. The lock is the interpreter's own, so that no exception
@@ -238,6 +255,8 @@ class SessionCache:
         """By the index of a kernel, which shares its module with no other."""
         self._pools: dict[int, tuple[Program, Mapping[int, Pool]]] = {}
         """By the id of a program: hashing its value would take long."""
+        self._forms: dict[_LaunchKey, _SessionForm] = {}
+        """Those of all launches of the plan, once there is one."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
         self.lock = threading.RLock()
         self._entered = 0
@@ -249,7 +268,7 @@ class SessionCache:
         """Return a cache over other weights, with the sessions that read none of the changed ones."""
         made = SessionCache(self._plan, weights, limits=self._limits, keeps_memory=self._keeps_memory)
         made._threads, made._is_default = self._threads, self._is_default
-        made._codes, made._pools = self._codes, self._pools
+        made._codes, made._pools, made._forms = self._codes, self._pools, self._forms
         made._sessions |= {
             key: session
             for key, session in self._sessions.items()
@@ -290,9 +309,9 @@ class SessionCache:
             if sum(len(pools) for _, pools in self._pools.values()) + len(launches) > self._limits.sessions:
                 limit = f"the limit, {self._limits.sessions}: raise it (nimblert.Limits) if you trust the plan"
                 raise PlanInvalidError([f"program {program.name!r}: needs more sessions than {limit}"])
-            large = [self._code(launch.kernel).is_large for launch in launches.values()]
-            is_only = len(self._plan.programs) == 1
-            pools = streams.pools(large, program.stream_count, self._threads, is_only=is_only)
+            touched = [self._form(launch).touched_nbytes for launch in launches.values()]
+            sessions = [form.touched_nbytes for form in {id(form): form for form in self._forms.values()}.values()]
+            pools = streams.pools(touched, program.stream_count, self._threads, sessions)
             self._pools[id(program)] = program, dict(zip(launches, pools, strict=True))
         return self._pools[id(program)][1]
 
@@ -306,10 +325,13 @@ class SessionCache:
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
             raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
-        session = self._session(kernel, code, pointers, pool)
+        form = self._form(launch).form
+        session = self._session(kernel, code, form, pointers, pool)
         binding = session.io_binding()
+        for name, constant in sizes.embedded_inputs(code.graph, form):
+            binding.bind_ortvalue_input(name, _copied(constant))
         for parameter in kernel.parameters:
-            if parameter.kind is ParameterKind.INITIALIZER:
+            if parameter.kind is ParameterKind.INITIALIZER and parameter.name not in form.inputs:
                 continue
             written = parameter.kind is ParameterKind.OUTPUT
             array = memory.array(pointers[parameter.offset], parameter.dtype, parameter.shape, written=written)
@@ -334,39 +356,83 @@ class SessionCache:
             self._codes[kernel] = _Code(found, self._plan.modules[found.module].code)
         return self._codes[kernel]
 
-    def _session(self, kernel: Kernel, code: _Code, pointers: Mapping[int, Pointer], pool: Pool) -> Any:
+    def _form(self, launch: Launch) -> _SessionForm:
+        """Return the form of the session of a launch."""
+        if not self._forms:
+            self._forms |= self._all_forms()
+        key = self._key(launch)
+        # A launch of a refit is no launch of the plan's programs.
+        return self._forms.get(key) or self._own_form(key)
+
+    def _own_form(self, key: _LaunchKey) -> _SessionForm:
+        code = self._code(key[0])
+        return _SessionForm(form=Form(code=code.code), touched_nbytes=code.touched_nbytes)
+
+    def _all_forms(self) -> dict[_LaunchKey, _SessionForm]:
+        """Return the forms of all launches: one for those that differ only in sizes."""
+        programs = (*self._plan.programs, *self._plan.bodies)
+        commands = (command for program in programs for _, command in program.work)
+        keys = dict.fromkeys(self._key(command) for command in commands if isinstance(command, Launch))
+        forms = {key: self._own_form(key) for key in keys}
+        alike: dict[Hashable, list[_LaunchKey]] = {}
+        if len(self._plan.programs) > 1:
+            for kernel, weights in keys:
+                common = sizes.common(self._code(kernel).model, dict(weights))
+                alike.setdefault(common, []).append((kernel, weights))
+        alike.pop(None, None)
+        for launches in alike.values():
+            if len({kernel for kernel, _ in launches}) > 1:
+                form = sizes.general([(self._code(kernel).model, dict(weights)) for kernel, weights in launches])
+                touched_nbytes = max(forms[key].touched_nbytes for key in launches)
+                forms |= dict.fromkeys(launches, _SessionForm(form=form, touched_nbytes=touched_nbytes))
+        return forms
+
+    def _key(self, launch: Launch) -> _LaunchKey:
+        pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
+        parameters = self._plan.kernels[launch.kernel].parameters
+        initializers = (p for p in parameters if p.kind is ParameterKind.INITIALIZER and p.offset in pointers)
+        return launch.kernel, tuple((p.name, pointers[p.offset]) for p in initializers)
+
+    def _session(self, kernel: Kernel, code: _Code, form: Form, pointers: Mapping[int, Pointer], pool: Pool) -> Any:
         """Return the session of a kernel over the weights at these places, by the offset of their parameter."""
         initializers = [p for p in kernel.parameters if p.kind is ParameterKind.INITIALIZER]
-        key = (code.code, *(pointers[p.offset] for p in initializers), pool)
-        if key not in self._sessions:
+        key = (form.code, *(pointers[p.offset] for p in initializers if p.name not in form.inputs), pool)
+        opened = self._sessions.get(key)
+        if opened is None or code.code not in opened.checked:
             weights = {p.name: self._weight(p, pointers[p.offset]) for p in initializers}
-            self._sessions[key] = self._opened(kernel, code, weights, pool)
-        return self._sessions[key].session
+            opened = self._sessions[key] = self._opened(kernel, code, form, weights, pool)
+        return opened.session
 
-    def _opened(self, kernel: Kernel, code: _Code, weights: Mapping[str, np.ndarray], pool: Pool) -> _Opened:
+    def _opened(
+        self, kernel: Kernel, code: _Code, form: Form, weights: Mapping[str, np.ndarray], pool: Pool
+    ) -> _Opened:
         """Return the session of a kernel: one of this process with the same weights, or a new one."""
-        places = tuple(array.ctypes.data for array in weights.values())
+        held = {name: array for name, array in weights.items() if name not in form.inputs}
+        places = tuple(array.ctypes.data for array in held.values())
         # A child has none of the threads of its parent.
-        key = os.getpid(), code.code, places, pool, self._keeps_memory
+        key = os.getpid(), form.code, places, pool, self._keeps_memory
         final = not any(array.flags.writeable for array in weights.values())
         opened = _opened.get(key) if final else None
-        if opened is None:
-            dtypes = {parameter.name: parameter.dtype for parameter in kernel.parameters}
-            options = session_options(pool)
-            options.enable_cpu_mem_arena = options.enable_mem_pattern = self._keeps_memory
-            try:
-                values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
-                if code.inner:
-                    _check_inner(kernel, code, inferred_types(code.model, values, self._folder))
-                opened = _Opened(open_session(code.code, values, self._folder, options), weights)
-            except runtime_errors() as exc:
-                refusal = f"ONNX Runtime {onnxruntime().__version__} refuses its model: {exc}"
-                raise PlanInvalidError([f"kernel {kernel.symbol}: {refusal}"]) from exc
+        dtypes = {parameter.name: parameter.dtype for parameter in kernel.parameters}
+        options = session_options(pool)
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = self._keeps_memory
+        try:
+            values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
+            if code.inner and (opened is None or code.code not in opened.checked):
+                _check_inner(kernel, code, inferred_types(code.model, values, self._folder))
+            if opened is None:
+                values = {name: values[name] for name in held}
+                opened = _Opened(open_session(form.code, values, self._folder, options), held)
+        except runtime_errors() as exc:
+            refusal = f"ONNX Runtime {onnxruntime().__version__} refuses its model: {exc}"
+            raise PlanInvalidError([f"kernel {kernel.symbol}: {refusal}"]) from exc
         session = opened.session
         found = {tensor.name: tensor.type for tensor in (*session.get_inputs(), *session.get_outputs())}
-        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.kind is not ParameterKind.INITIALIZER}
+        bound = {p.name: _TYPE_NAMES[p.dtype] for p in kernel.parameters if p.name not in held}
+        bound |= {name: _TYPE_NAMES[a.dtype.name] for name, a in sizes.embedded_inputs(code.graph, form)}
         if found != bound:
             raise PlanInvalidError([f"kernel {kernel.symbol}: parameters {bound}, its model has {found}"])
+        opened.checked.add(code.code)
         return _opened.setdefault(key, opened) if final else opened
 
     def _weight(self, parameter: Parameter, pointer: Pointer) -> np.ndarray:
@@ -414,6 +480,13 @@ def _check_inner(kernel: Kernel, code: _Code, types: Inferred) -> None:
         if kind != _TYPE_NAMES[dtype] if shape is None else not is_inferred(types, name, dtype, shape):
             found = f"ONNX Runtime infers {types.get(name)}"
             raise PlanInvalidError([f"kernel {kernel.symbol}: value {name!r} is declared {dtype} {shape}, {found}"])
+
+
+def _copied(array: np.ndarray) -> Any:
+    """Return an OrtValue with a copy of an array in memory of its own."""
+    value = onnxruntime().OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype.type)
+    value.update_inplace(array)
+    return value
 
 
 def _checked_division(run: "partial[object]", dividend: np.ndarray, divisor: np.ndarray) -> object:

@@ -6,7 +6,7 @@ Where `load(threads=)` allows fewer threads than there are streams, several stre
 import enum
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import index
@@ -160,11 +160,10 @@ Threads: TypeAlias = int | Sequence[int]
 thread is not moved."""
 
 _LARGE_NBYTES = 128 << 10
-"""An operator that touches fewer bytes runs on its stream's thread alone: waking others takes longer."""
+"""An operator that touches fewer bytes runs on its stream's thread alone: to share it out takes longer."""
 
-STEPPED = frozenset({"RNN", "GRU", "LSTM", "com.microsoft.DynamicQuantizeLSTM"})
-"""Operators that run alone too: they would wake other threads at each time step (a GRU of 64 steps: 0.9 ms on one
-thread, 32 ms on two)."""
+_WOKEN_NBYTES = 512 << 10
+"""The same for threads that sleep between the runs of their session: to wake them takes longer."""
 
 _BUDGET = 256
 """About the most threads in the pools of all sessions of a program."""
@@ -208,15 +207,19 @@ def checked(threads: Threads | None) -> tuple[int, tuple[int, ...]]:
 
 
 def pools(
-    large: Sequence[bool], streams: int, wanted: tuple[int, tuple[int, ...]], *, is_only: bool
+    touched: Sequence[int], streams: int, wanted: tuple[int, tuple[int, ...]], sessions: Collection[int]
 ) -> tuple[Pool, ...]:
-    """Return a pool for each session of a program, given whether several threads run it faster.
+    """Return a pool for each launch of a program, given the bytes that its largest operator ``touched``.
 
-    ``is_only``: the plan has no other program, whose cores threads would take that spin after a run.
+    ``sessions`` are these bytes for each session of the plan. The threads of one session may spin after a run; those of
+    several would take the cores from one another.
     """
     count, processors = wanted
+    least = _LARGE_NBYTES if sum(map(is_large, sessions)) == 1 else _WOKEN_NBYTES
+    large = [nbytes >= least for nbytes in touched]
+    is_only = sum(nbytes >= least for nbytes in sessions) == 1
     each = max(1, min(count // max(streams, 1), _BUDGET // max(sum(large), 1)))
-    waiting = Waiting.SPINNING if is_only and sum(large) == 1 else Waiting.SPINNING_IN_RUNS
+    waiting = Waiting.SPINNING if is_only else Waiting.SPINNING_IN_RUNS
     divided = Pool(count=each, processors=processors[:each] if each == count else (), waiting=waiting)
     pool = divided if each > 1 else Pool()
     return tuple(pool if one else Pool() for one in large)
@@ -228,9 +231,9 @@ def streams_by_thread(streams: int, most: int | None) -> list[range]:
     return [range(first, streams, count) for first in range(count)]
 
 
-def is_large(operator: str, touched_nbytes: int) -> bool:
+def is_large(touched_nbytes: int) -> bool:
     """Return whether several threads run an operator faster, despite the time to wake them."""
-    return touched_nbytes >= _LARGE_NBYTES and operator not in STEPPED
+    return touched_nbytes >= _LARGE_NBYTES
 
 
 def cores() -> int:
