@@ -20,6 +20,7 @@ from nimblec.onnx_import import model_file
 from nimblec.onnx_import.counted import values_of
 from nimblec.onnx_import.frame import Frame, Scope
 from nimblec.onnx_import.model_nodes import weight_names
+from nimblec.onnx_import.quantized_nodes import OPSETS, multiply_integers
 from nimblec.onnx_import.tensors import dense_of, narrow_type, tensor_of
 from nimblec.onnx_import.walk import Walk
 from nimblec.onnx_ops.axes import sizes_of
@@ -78,8 +79,9 @@ def import_model(
         for i, described in enumerate(inputs):
             dtype = getattr(torch, described.dtype)
             scope[described.name] = recorder.placeholder(f"input_{i}", dtype, described.shape)
-        frame = Frame(opsets=walk.opsets)
-        walk.nodes(model.graph.node, scope, frame)
+        names = [value.name for value in model.graph.output]
+        nodes = multiply_integers(model.graph.node, scope, names)
+        walk.nodes(nodes, scope, Frame(opsets={**OPSETS, **walk.opsets}))
         outputs = _outputs(model, scope, walk.problems, bounds)
         cropped = {i: output for i, output in enumerate(outputs) if isinstance(output, Counted)}
         recorder.output([*map(values_of, outputs), *(output.sizes() for output in cropped.values())])

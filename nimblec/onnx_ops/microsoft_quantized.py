@@ -5,6 +5,7 @@ from torch import Tensor
 
 from nimblec.onnx_ops.activation import softmax, softmax_of_matrix
 from nimblec.onnx_ops.axes import axis_of
+from nimblec.onnx_ops.integers import Quantized, product_of_integers
 from nimblec.onnx_ops.linear import centered
 from nimblec.onnx_ops.pooling import average_pool_10
 from nimblec.onnx_ops.quantization import (
@@ -233,6 +234,12 @@ def gemm_quantized(
     transA: int = 0,
     transB: int = 0,
 ) -> Tensor:
+    if y_scale is not None and y_zero_point is not None and alpha == 1:
+        rows = Quantized(a.t() if transA else a, a_scale, a_zero_point)
+        columns = Quantized(b if transB else b.t(), b_scale, b_zero_point)
+        integers = product_of_integers(rows, columns, Quantized(None, y_scale, y_zero_point), c)
+        if integers is not None:
+            return integers
     left = centered(a.t() if transA else a, a_zero_point.reshape(()), -2)
     right = centered(b.t() if transB else b, b_zero_point.reshape(-1), -1)
     total = torch.mm(left, right)

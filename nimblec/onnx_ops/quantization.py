@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops.axes import along, axis_of
-from nimblec.onnx_ops.convolution import convolution
+from nimblec.onnx_ops.axes import along, axis_of, repeated
+from nimblec.onnx_ops.convolution import convolution, padding_of
 from nimblec.onnx_ops.creation import convert, dtype_of
+from nimblec.onnx_ops.integers import Quantized, convolution_of_integers, product_of_integers
 from nimblec.onnx_ops.linear import centered
 from nimblec.onnx_ops.table import Ints, Refused, op
 from nimblec.onnx_ops.unsigned import index_select
@@ -142,6 +143,11 @@ def matmul_quantized(
     y_scale: Tensor,
     y_zero_point: Tensor,
 ) -> Tensor:
+    if b.dim() == 2 and a.dim() > 1:
+        left, right = Quantized(a, a_scale, a_zero_point), Quantized(b.t(), b_scale, b_zero_point)
+        integers = product_of_integers(left, right, Quantized(None, y_scale, y_zero_point), None)
+        if integers is not None:
+            return integers
     product = torch.matmul(centered(a, a_zero_point, -2), centered(b, b_zero_point, -1))
     scale = _by_row(a_scale, -2).to(torch.float32) * _by_row(b_scale, -1).to(torch.float32)
     scale = scale / _by_row(y_scale, -2).to(torch.float32)
@@ -167,6 +173,19 @@ def convolution_quantized(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
+    if group == 1 and x.dim() == w.dim() == 4 and kernel_shape in (None, tuple(w.shape[2:])):
+        steps, gaps = repeated(strides, 2, 1, "strides"), repeated(dilations, 2, 1, "dilations")
+        y = convolution_of_integers(
+            Quantized(x, x_scale, x_zero_point),
+            Quantized(w, w_scale, w_zero_point),
+            Quantized(None, y_scale, y_zero_point),
+            b,
+            strides=steps,
+            pads=padding_of(auto_pad, pads, x.shape[2:], tuple(w.shape[2:]), steps, gaps),
+            dilations=gaps,
+        )
+        if y is not None:
+            return y
     total = convolution(
         centered(x, x_zero_point.reshape(()), 0),
         centered(w, along(w_zero_point, 0, w.dim()) if w_zero_point.numel() > 1 else w_zero_point.reshape(()), 0),

@@ -14,6 +14,7 @@ from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
 from nimblec.kernels.products.gemm_rewrite import GEMM
+from nimblec.kernels.products.quantized_rewrite import QUANTIZED
 from nimblec.kernels.products.recurrence_rewrite import RECURRENCE
 from nimblec.kernels.products.trained_rewrite import TRAINED
 from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
@@ -32,6 +33,7 @@ FAMILIES: tuple[Family[Any, Any], ...] = (
     ATTENTION_FAMILY,
     RECURRENCE,
     GEMM,
+    QUANTIZED,
     TRAINED,
     POOL,
     NORM,

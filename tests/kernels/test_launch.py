@@ -24,6 +24,7 @@ from nimblec.kernels.gpu import SM_90, TRIGGERS, Trigger
 from nimblec.kernels.launch import Launch, launch_of, ops
 from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear, linear_and_moments
+from nimblec.kernels.products.quantized_op import convolution_of_integers
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
@@ -39,7 +40,10 @@ from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.optimize.o2 import FAMILIES
 
-OPTIONS = {"num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg", "debug", "sanitize_overflow"}
+OPTIONS = {
+    *("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid", "maxnreg"),
+    *("debug", "sanitize_overflow", "enable_fp_fusion"),
+}
 """Triton's."""
 
 
@@ -77,6 +81,18 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
+    "integers": (
+        convolution_of_integers,
+        (
+            _half(1, 16, 8, 8, dtype=torch.uint8).contiguous(memory_format=torch.channels_last),
+            _half(1, 1, 16, 32, dtype=torch.int8),
+            FACTORS["scale"],
+            *(COUNTERS, None, FACTORS["scale"], COUNTERS),
+            *GEOMETRY[:-1],
+            *(True, False, torch.int8, [16, 16, 32, 2, 4, 2], "late"),
+        ),
+        {},
+    ),
     "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
     "cached attention": (
