@@ -149,7 +149,7 @@ def _is_half(part: fx.Node, x: fx.Node, number: int) -> bool:
     half, whole = fake(part), fake(x)
     begin = half.storage_offset() - whole.storage_offset()
     length = whole.shape[3] // 2
-    return (
+    return bool(
         whole.shape[3] % 2 == 0
         and half.shape == (*whole.shape[:3], length)
         and half.stride() == whole.stride()
