@@ -30,7 +30,7 @@ import numpy as np
 from bench import compiling, environment, running
 from bench.running import short
 from bench.tables import by_columns
-from bench.turns import Job, Place, Result, Turn, take_turns
+from bench.turns import Result, Turn, measured
 
 MODELS = ("bench.models.resnet50:fp16", "bench.models.resnet50:fp32", "bench.models.llama_decoder:bf16")
 _STAGES = ("python", "import", "load", "run")
@@ -209,27 +209,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
-        system, model = options.one
+        model, system = options.one
         measure(system, model, None if options.cpu else options.level, options.repeats)
         return
     folder = running.FOLDER.with_name("cpu") if options.cpu else running.FOLDER
     output = options.output or folder / "cold_start.json"
     if not options.markdown:
         given = ["--level", str(options.level), "--repeats", str(options.repeats), *(["--cpu"] if options.cpu else [])]
-        command = (sys.executable, "-m", "bench.cold_start", *given, "--one")
         systems = [name for name in options.systems.split(",") if options.cpu or name != "ONNX Runtime"]
+        pairs = [(model, system) for model in options.models for system in systems]
         starts: dict[str, dict[str, Result]] = {model: {} for model in options.models}
-
-        def keep(job: Job, result: Result) -> None:
-            starts[job.model][job.mode] = {"problem": result["failed"]} if "failed" in result else result
-
-        jobs = [
-            Job(table="", model=model, mode=system, command=(*command, system, model), limit_s=options.limit_s)
-            for model in options.models
-            for system in systems
-        ]
-        places = [Place(jobs=jobs, environment=os.environ)]
-        take_turns(places, side_by_side=len(jobs), stop_after_s=options.limit_s, done=keep)
+        for (model, system), result in measured("bench.cold_start", given, pairs, limit_s=options.limit_s).items():
+            starts[model][system] = {"problem": result["failed"]} if "failed" in result else result
         environment.write(output, {"starts": starts})
     print(markdown(environment.read(output)))
 

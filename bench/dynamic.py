@@ -14,7 +14,6 @@ earlier results.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from bench import environment
 from bench.tables import number, table
-from bench.turns import Job, Place, Result, Turn, take_turns
+from bench.turns import Turn, measured
 from samples import tree_lstm
 
 NETWORKS = ("lstm", "lstm of 2 layers", "tree-lstm", "bert-base")
@@ -234,24 +233,13 @@ def main(arguments: Sequence[str]) -> None:
         network, system = options.one
         measure(network, system, options.threads, options.target)
         return
-    figures: dict[str, Any] = {"machine": environment.describe(), "threads": options.threads, "figures": {}}
+    figures: dict[str, Any] = {"machine": environment.describe(), "threads": options.threads}
     is_cpu = options.target == "cpu"
     target = "--cpu" if is_cpu else "--gpu"
-    command = (sys.executable, "-m", "bench.dynamic", target, "--threads", str(options.threads), "--one")
-    jobs = [
-        Job(table="", model=network, mode=system, command=(*command, network, system), limit_s=options.limit_s)
-        for network in NETWORKS
-        for system in (SYSTEMS if is_cpu else SYSTEMS[:-1])
-    ]
-
-    def keep(job: Job, result: Result) -> None:
-        if "failed" in result:
-            print(f"{job.model}, {job.mode}: {result['failed']}", file=sys.stderr)
-        else:
-            figures["figures"][f"{job.model}/{job.mode}"] = result
-
-    places = [Place(jobs=jobs, environment=os.environ)]
-    take_turns(places, side_by_side=1 if is_cpu else len(jobs), stop_after_s=options.limit_s, done=keep)
+    given = (target, "--threads", str(options.threads))
+    pairs = [(network, system) for network in NETWORKS for system in (SYSTEMS if is_cpu else SYSTEMS[:-1])]
+    results = measured("bench.dynamic", given, pairs, limit_s=options.limit_s, side_by_side=1 if is_cpu else 0)
+    figures["figures"] = {"/".join(pair): result for pair, result in results.items() if "failed" not in result}
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
     print("\n".join(show(figures)))

@@ -10,7 +10,6 @@ figure is the lowest of some whole calls, without the prompt. "one by one" are c
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import torch
 
 from bench import environment
 from bench.tables import number, table
-from bench.turns import Job, Place, Result, Turn, take_turns
+from bench.turns import Turn, measured
 
 MODELS = ("gpt2:fp32", "gpt2:bf16", "llama:fp32", "llama:bf16")
 SYSTEMS = ("nimblec", "transformers")
@@ -138,22 +137,11 @@ def main(arguments: Sequence[str]) -> None:
         name, system = options.one
         measure(name, system, options.level)
         return
-    figures: dict[str, Any] = {"machine": environment.describe(), "level": options.level, "figures": {}}
-    command = (sys.executable, "-m", "bench.generation", "--level", str(options.level), "--one")
-    jobs = [
-        Job(table="", model=model, mode=system, command=(*command, model, system), limit_s=options.limit_s)
-        for model in options.models or MODELS
-        for system in SYSTEMS
-    ]
-
-    def keep(job: Job, result: Result) -> None:
-        if "failed" in result:
-            print(f"{job.model}, {job.mode}: {result['failed']}", file=sys.stderr)
-        else:
-            figures["figures"][f"{job.model}/{job.mode}"] = result
-
-    places = [Place(jobs=jobs, environment=os.environ)]
-    take_turns(places, side_by_side=len(jobs), stop_after_s=options.limit_s, done=keep)
+    machine = environment.describe()
+    pairs = [(model, system) for model in options.models or MODELS for system in SYSTEMS]
+    results = measured("bench.generation", ("--level", str(options.level)), pairs, limit_s=options.limit_s)
+    found = {"/".join(pair): result for pair, result in results.items() if "failed" not in result}
+    figures = {"machine": machine, "level": options.level, "figures": found}
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
     print("\n".join(show(figures)))

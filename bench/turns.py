@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,3 +297,25 @@ def take_turns(
 
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name, process_tree.adopting():
         asyncio.run(work_on_all(Path(name)))
+
+
+def measured(
+    module: str, given: Sequence[str], pairs: Sequence[tuple[str, str]], *, limit_s: float, side_by_side: int = 0
+) -> dict[tuple[str, str], Result]:
+    """Return the results of ``python -m MODULE GIVEN --one MODEL MODE`` for pairs of model and mode.
+
+    Processes prepare ``side_by_side``, or all of them at once; none is waited for after ``limit_s`` seconds. A failure
+    is a result with the key "failed", and is printed.
+    """
+    command = (sys.executable, "-m", module, *given, "--one")
+    jobs = [Job(table="", model=m, mode=mode, command=(*command, m, mode), limit_s=limit_s) for m, mode in pairs]
+    results: dict[tuple[str, str], Result] = {}
+
+    def keep(job: Job, result: Result) -> None:
+        results[job.model, job.mode] = result
+        if "failed" in result:
+            print(f"{job.model}, {job.mode}: {result['failed']}", file=sys.stderr)
+
+    places = [Place(jobs=jobs, environment=os.environ)]
+    take_turns(places, side_by_side=side_by_side or len(jobs), stop_after_s=limit_s, done=keep)
+    return results
