@@ -25,9 +25,8 @@ def recurrence_of_lengths(
     """Run one direction of a layer; return its outputs, zeros beyond each length, and the states after its last step.
 
     ``network`` is one of `RECURRENT`. ``x`` is (steps, sequences, width), each of the ``states`` is (1, sequences,
-    hidden), and ``params`` are the weights of the input and of the state, and both biases or
-    none, and a projection or none. Run it under a
-    `Recorder`, which puts known values where they are used.
+    hidden). ``params`` are the weights of the input and of the state, both biases or none, and a projection or none.
+    Run it under a `Recorder`, which puts known values where they are used.
     """
     # A longer sequence than there are steps ends with the last.
     lengths = lengths.to(torch.int64).clamp(max=x.shape[0])

@@ -30,9 +30,9 @@ def multiply_integers(
     graph = _Graph(nodes, constants, outputs)
     replaced = {}
     for node in nodes:
-        if plain_domain(node.domain) == "" and node.op_type in {"Conv", "Gemm", "MatMul"}:
-            made = graph.product(node)
-            replaced.update({} if made is None else {made.output[0]: made})
+        is_product = plain_domain(node.domain) == "" and node.op_type in {"Conv", "Gemm", "MatMul"}
+        if is_product and (made := graph.product(node)) is not None:
+            replaced[made.output[0]] = made
     return [replaced.get(node.output[0], node) if node.output else node for node in nodes]
 
 

@@ -48,7 +48,7 @@ def convolution_of_integers(
     if before != after or min(before) < 0:
         images, before = pad_spatial(images, before, after, value=int(x.zero)), (0, 0)
     if (missing := 4 - images.shape[1]) > 0:
-        # Four bytes are read at once, and weights of 0 make nothing of the added one.
+        # Kernels read four channels at once. The weights of an added channel are 0.
         images, filters = (functional.pad(each, (0, 0, 0, 0, 0, missing)) for each in (images, filters))
     factors = x.scale.reshape(()) * w.scale.reshape(-1) / y.scale.reshape(())
     return quantized_convolution(
