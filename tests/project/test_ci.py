@@ -84,7 +84,7 @@ def check_transcripts(wanted: Callable[[str], bool], folder: Path, environment: 
             done = subprocess.run(
                 ["bash", "-c", command],
                 cwd=folder,
-                env={**environment, "COLUMNS": "200"},
+                env={**environment, "COLUMNS": "200", "HOME": str(folder)},  # so that no plan comes from a cache
                 check=False,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
