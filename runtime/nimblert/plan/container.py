@@ -83,7 +83,11 @@ def _copied(view: memoryview) -> memoryview:
 
 
 class Mapped(mmap.mmap):
-    """A mapped plan file, read-only: its pages can be dropped, and are read again on access."""
+    """A mapped file, read-only: its pages can be dropped, and are read again on access."""
+
+    def drop_pages(self) -> None:
+        """Drop all pages from the memory of this process; the page cache keeps them."""
+        self.madvise(mmap.MADV_DONTNEED)
 
 
 _mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
@@ -149,11 +153,17 @@ def digest(image: memoryview) -> bytes:
 
     hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """
-    sha256 = hashlib.sha256()
-    content = image[:-DIGEST_NBYTES]
-    for start in range(0, len(content), _CHUNK_NBYTES):
-        sha256.update(content[start : start + _CHUNK_NBYTES])
-    return sha256.digest()
+    return sha256(image[:-DIGEST_NBYTES])
+
+
+def sha256(content: memoryview) -> bytes:
+    """Return the SHA-256 of some bytes. No more than a chunk of a mapped file is in memory for it at a time."""
+    found = hashlib.sha256()
+    for start in range(0, content.nbytes, _CHUNK_NBYTES):
+        found.update(content[start : start + _CHUNK_NBYTES])
+        if isinstance(content.obj, Mapped):
+            content.obj.drop_pages()
+    return found.digest()
 
 
 def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
@@ -166,14 +176,15 @@ def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
 
     def hashed(content: memoryview) -> bytes:
         # An empty memoryview of several dimensions cannot be cast.
-        return hashlib.sha256(content.cast("B") if content.nbytes else b"").digest()
+        return sha256(content.cast("B") if content.nbytes else memoryview(b""))
 
     own = plan.digests[:DIGEST_NBYTES]
     contents = [memoryview(bytes(flatbuffer).replace(own, bytes(len(own)), 1)) if own else flatbuffer]
     contents += [module.code for module in plan.modules]
     contents += [weight.data for weight in (*plan.weights, *plan.state)]
     contents += [part.file for part in plan.parts]
-    with ThreadPoolExecutor() as pool:
+    # One processor is left to the thread that loads the plan.
+    with ThreadPoolExecutor(max((os.cpu_count() or 1) - 1, 1)) as pool:
         return b"".join(pool.map(hashed, contents))
 
 
