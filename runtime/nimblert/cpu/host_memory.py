@@ -14,7 +14,7 @@ from nimblert.arrays import layouts
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
-from nimblert.plan.container import Mapped
+from nimblert.plan.container import mapped_file
 
 ALIGNMENT = 256
 """Bytes; a plan aligns its tensors no further."""
@@ -35,7 +35,7 @@ class HostWeights:
     def __init__(self, plan: Plan) -> None:
         self._offsets = [weight.offset for weight in plan.weights]
         self._weights = [_in_place(weight) for weight in plan.weights]
-        self._mapped = {weight.data.obj for weight in plan.weights if isinstance(weight.data.obj, Mapped)}
+        self._mapped = {mapped for weight in plan.weights if (mapped := mapped_file(weight.data))}
 
     @contextmanager
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:

@@ -5,11 +5,12 @@ import mmap
 import os
 import stat
 import weakref
+from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from nimblert.errors import InputError, PlanError, PlanFormatError
-from nimblert.plan import Plan
+from nimblert.plan import Plan, Target
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
@@ -90,6 +91,20 @@ class Mapped(mmap.mmap):
         self.madvise(mmap.MADV_DONTNEED)
 
 
+def mapped_file(content: memoryview) -> Mapped | None:
+    """Return the map of the file that bytes, or those of an array, are a part of."""
+    owner: object = content
+    while isinstance(owner, memoryview) or hasattr(owner, "base"):
+        owner = owner.obj if isinstance(owner, memoryview) else owner.base
+    return owner if isinstance(owner, Mapped) else None
+
+
+def drop_pages(content: memoryview) -> None:
+    """Drop the pages of the mapped file that some bytes are a part of."""
+    if mapped := mapped_file(content):
+        mapped.drop_pages()
+
+
 _mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
 """Maps by device, inode, times and size: a file is mapped once, however often it is loaded."""
 
@@ -156,13 +171,15 @@ def digest(image: memoryview) -> bytes:
     return sha256(image[:-DIGEST_NBYTES])
 
 
-def sha256(content: memoryview) -> bytes:
-    """Return the SHA-256 of some bytes. No more than a chunk of a mapped file is in memory for it at a time."""
+def sha256(content: memoryview, *, keeps_pages: bool = False) -> bytes:
+    """Return the SHA-256 of some bytes. Only with ``keeps_pages`` do those of a mapped file stay in memory."""
+    # An empty memoryview of several dimensions cannot be cast.
+    content = content.cast("B") if content.nbytes else memoryview(b"")
     found = hashlib.sha256()
     for start in range(0, content.nbytes, _CHUNK_NBYTES):
         found.update(content[start : start + _CHUNK_NBYTES])
-        if isinstance(content.obj, Mapped):
-            content.obj.drop_pages()
+        if not keeps_pages:
+            drop_pages(content)
     return found.digest()
 
 
@@ -174,15 +191,13 @@ def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
     # CPU plans load without this import where they are small.
     from concurrent.futures import ThreadPoolExecutor
 
-    def hashed(content: memoryview) -> bytes:
-        # An empty memoryview of several dimensions cannot be cast.
-        return sha256(content.cast("B") if content.nbytes else memoryview(b""))
-
     own = plan.digests[:DIGEST_NBYTES]
     contents = [memoryview(bytes(flatbuffer).replace(own, bytes(len(own)), 1)) if own else flatbuffer]
     contents += [module.code for module in plan.modules]
     contents += [weight.data for weight in (*plan.weights, *plan.state)]
     contents += [part.file for part in plan.parts]
+    # The upload to a GPU reads the same pages.
+    hashed = partial(sha256, keeps_pages=plan.target is Target.CUDA)
     # One processor is left to the thread that loads the plan.
     with ThreadPoolExecutor(max((os.cpu_count() or 1) - 1, 1)) as pool:
         return b"".join(pool.map(hashed, contents))
