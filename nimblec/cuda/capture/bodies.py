@@ -145,7 +145,7 @@ class _Folder:
             span = range(self._first_task(recorded.first), self._first_task(recorded.end))
             for task in list(tasks):
                 if isinstance(task.work, CopyWork) and self._is_local(task.work.src.buffer, span):
-                    tasks = _without_copy(tasks, task, task.work)
+                    tasks = _without_copy(tasks, task.work)
             call, outside = self._body(tasks, inner, span, len(bodies), bodies)
             calls.append(call)
             reads |= dict.fromkeys(a for t in tasks for a in t.reads if a.buffer in outside)
@@ -198,19 +198,18 @@ class _Folder:
         return kind is BufferKind.WORKSPACE or (kind is BufferKind.TEMPORARY and is_within)
 
 
-def _without_copy(tasks: list[Task], copy: Task, work: CopyWork) -> list[Task]:
+def _without_copy(tasks: list[Task], copy: CopyWork) -> list[Task]:
     """Return tasks that compute the source of a copy in its destination; the same tasks where one of them forbids it.
 
-    From the first task that touches the source to the copy none may touch the destination, not even the first: a kernel
-    may still read while it writes. After the copy none may touch the source.
+    Between the first and the last task that touch the source, only the last, which is then the copy, may touch the
+    destination: even the first may still read the old value there while it writes the new one.
     """
-    dst, src = work.dst, work.src
+    dst, src = copy.dst, copy.src
     touching = [number for number, task in enumerate(tasks) if src.buffer in task_buffers(task)]
     first, last = touching[0], touching[-1]
     accesses = (a for task in tasks for a in (*task.reads, *task.writes) if a.buffer == src.buffer)
     if (
-        tasks[last] is not copy
-        or src.offset != dst.offset
+        src.offset != dst.offset
         or any(a.offset < src.offset or a.offset + a.nbytes > src.offset + src.nbytes for a in accesses)
         or any(dst.buffer in task_buffers(task) for task in tasks[first:last])
     ):
