@@ -50,6 +50,14 @@ def sum_vectors(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
+def forget_devices(module: fx.GraphModule) -> None:
+    """Have calls make tensors where their argument is: the CPU, which recorded them, is not where they will run."""
+    for node in module.graph.nodes:
+        if "device" in node.kwargs and node.all_input_nodes:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+    module.recompile()
+
+
 LAYOUT = Pipeline(
     Phase(
         name="layout",
@@ -65,6 +73,7 @@ LAYOUT = Pipeline(
                 needs=(convolve_as_images,),
                 reason="our kernels, which come next, give results channels last",
             ),
+            Pass(run=forget_devices, reason="Inductor, which comes later, would make tensors on the CPU"),
             Pass(run=sum_vectors, reason="Inductor, which comes later, fuses sums with what surrounds them"),
         ),
     )
