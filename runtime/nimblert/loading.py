@@ -118,7 +118,8 @@ def load(
         check = partial(checked, decoded, program, limits, weights, copy=copy or trust is not None, shared=shared)
         verify_digest = partial(container.verify_digest, image, path, decoded)
         if decoded.target is Target.CPU:
-            return _on_cpu(decoded, verify_digest, check, make)
+            verify_digest()
+            return make(check())
         return _on_gpu(decoded.device, device, verify_digest, check, make)
 
 
@@ -136,30 +137,6 @@ def _is_for_gpu(plan: "Plan | Source") -> bool:
         return head[4:8] == b"NPLN" and (not place or head[root + place] == 0)
     except (OSError, ValueError, struct.error, IndexError):
         return False
-
-
-def _on_cpu(
-    plan: "Plan", verify_digest: Callable[[], object], check: "Callable[[], Plan]", make: "Callable[..., Executable]"
-) -> "Executable":
-    """Load a plan; a thread verifies the digests of a large one while ONNX Runtime packs its weights.
-
-    A plan that passes the ``check`` is safe to load, whether or not it was damaged.
-    """
-    if not plan.digests:
-        verify_digest()
-        return make(check())
-    # Small plans load without this import.
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool, ExitStack() as loaded:
-        verified = pool.map(call, [verify_digest])
-        try:
-            executable = loaded.enter_context(make(check()))
-        finally:
-            # Damage is reported before the contradictions that it makes.
-            next(verified)
-        loaded.pop_all()
-        return executable
 
 
 def _on_gpu(

@@ -128,17 +128,6 @@ def test_weights_are_uploaded_before_the_digest_is_known_and_no_code_is_loaded(
     assert not host.allocated
 
 
-def test_damage_of_a_large_cpu_plan_is_reported_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its digests are verified while sessions open, which damaged code fails to."""
-    monkeypatch.setattr(encoder, "_LARGE_NBYTES", 1)
-    plan = cpu_plan()
-    file = encoder.encode_file(plan)
-    for part in (plan.modules[0].code, plan.weights[0].data):
-        (tmp_path / "damaged.plan").write_bytes(file.replace(bytes(part), bytes(len(part)), 1))
-        with pytest.raises(PlanFormatError, match="was altered"):
-            nimblert.load(tmp_path / "damaged.plan")
-
-
 def test_stages_are_kept_where_somebody_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     encoder.write(cpu_plan(), tmp_path / "cpu.plan")
     kept: list[stages.Stage] = []

@@ -198,8 +198,7 @@ def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
     contents += [part.file for part in plan.parts]
     # The upload to a GPU reads the same pages.
     hashed = partial(sha256, keeps_pages=plan.target is Target.CUDA)
-    # One processor is left to the thread that loads the plan.
-    with ThreadPoolExecutor(max((os.cpu_count() or 1) - 1, 1)) as pool:
+    with ThreadPoolExecutor() as pool:
         return b"".join(pool.map(hashed, contents))
 
 
