@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 
 from nimblec.base.installation import VERSION
 from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Part, Task
@@ -11,6 +10,7 @@ from nimblec.plan.refit_programs import refits
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import WEIGHT_ALIGNMENT
 from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight
+from nimblert.plan.container import sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class _Modules:
         """Return the number of each of these modules."""
         numbers = []
         for module in modules:
-            number = self._known.setdefault((module.origin, sha256(module.code).digest()), len(self.items))
+            number = self._known.setdefault((module.origin, sha256(module.code)), len(self.items))
             if number == len(self.items):
                 self.items.append(module)
             numbers.append(number)
@@ -201,6 +201,6 @@ class _Room:
     def _key(self, buffer: Buffer) -> Hashable:
         if self._kind is BufferKind.STATE:
             return buffer.storage or object()
-        data = b"" if buffer.data is None else buffer.data
+        data = memoryview(b"") if buffer.data is None else buffer.data
         apart = buffer.name if buffer.is_replaceable else None
-        return (buffer.dtype, buffer.shape, buffer.alignment, sha256(data).digest(), apart)
+        return (buffer.dtype, buffer.shape, buffer.alignment, sha256(data), apart)
