@@ -107,7 +107,8 @@ class Pipeline:
         module = copied(graph)
         for node, target in control.calls(module):
             node.target = target.with_bodies(lambda body: self(body, setting))
-        given = {"strides": output_strides(graph), "args": args} | {f.name: getattr(setting, f.name) for f in fields(setting)}
+        given = {f.name: getattr(setting, f.name) for f in fields(setting)}
+        given |= {"strides": output_strides(graph), "args": args}
         for phase in self.phases:
             if phase.when(setting):
                 for each in phase.passes:

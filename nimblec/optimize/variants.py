@@ -69,8 +69,9 @@ def variants(
     model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
     training step are, fused regions alone were always slower than with Triton kernels, too; all others are also tried
     as at level 0. ``dtype`` is the half precision to compute in instead of float32, ``fp8`` lets kernels of level 2
-    multiply e4m3, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass that has run. A model that the user compiled with torch.compile
-    stays as it is at every level; with ``dtype`` it is refused by a CompileError.
+    multiply e4m3, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass that has run. A
+    model that the user compiled with torch.compile stays as it is at every level; with ``dtype`` it is refused by a
+    CompileError.
     """
     if model.is_compiled:
         if dtype is not None:

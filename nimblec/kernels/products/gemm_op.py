@@ -1,10 +1,10 @@
 """Convolutions and products as torch ops: `nimblec.kernels.launch` says what an op is.
 
 ``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
-tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). With ``factors`` (`nimblec.kernels.products.fp8`), the
-weights are the bytes of e4m3, and so is what a product reads. `convolution_into` writes to ``out``, part of
-the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of their own.
-``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
+tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). With ``factors``
+(`nimblec.kernels.products.fp8`), it multiplies e4m3, and the weights are its bytes. `convolution_into` writes to
+``out``, part of the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of
+their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
 `nimblec.kernels.reference.Prologue`.
 """
 
