@@ -72,6 +72,11 @@ def as_fp8(x: Tensor) -> Tensor:
     return x.clamp(-_MOST, _MOST).to(FP8)
 
 
+def to_bytes(x: Tensor, factor: Tensor) -> Tensor:
+    """Round ``x * factor`` to the bytes of e4m3."""
+    return as_fp8(x.float() * factor).view(torch.uint8)
+
+
 def column_factors(weight: Tensor) -> Tensor:
     """Return the factor of each column of weights (depth, columns), in float32: the largest becomes the end of e4m3."""
     largest = weight.abs().amax(0).float()

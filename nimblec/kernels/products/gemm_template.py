@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import activate, add_parts, fetch_into_l2, leave_part, prepare
+from nimblec.kernels.device import activate, add_parts, fetch_into_l2, leave_part, prepare, store
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def convolution(
     moments_ptr,
     sums_ptr,
     factors_ptr,
+    out_factor_ptr,
     out_ptr,
     out_moments_ptr,
     partials_ptr,
@@ -82,7 +83,7 @@ def convolution(
     or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
     each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
     has half the channels; its sum is not split, and it has no residual. The factors (1 + out channels,) of e4m3 are
-    what pixels are multiplied by, a power of two, and what the sums of each channel are.
+    what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -94,6 +95,7 @@ def convolution(
     IS_POINTWISE: tl.constexpr = KERNEL_H * KERNEL_W == 1 and PADDING_H == 0 and PADDING_W == 0
     IS_WHOLE: tl.constexpr = CHANNELS % BLOCK_K == 0
     IS_FP8: tl.constexpr = factors_ptr is not None
+    IS_ROUNDED: tl.constexpr = IS_FP8 and x_ptr.dtype.element_ty == tl.uint8
     IS_SCALED: tl.constexpr = scale_ptr is not None or shift_ptr is not None
     HAS_PROLOGUE: tl.constexpr = (IS_SCALED or gate_ptr is not None) or BEFORE != "none"
 
@@ -104,6 +106,8 @@ def convolution(
     begin = part * PART
     if IS_FP8:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        if IS_ROUNDED:
+            x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
 
     if TRIGGER != "none":
@@ -123,7 +127,7 @@ def convolution(
     else:
         bias = tl.zeros((BLOCK_N,), tl.float32)
     if IS_FP8:
-        pixel_factor = tl.load(factors_ptr).to(x_ptr.dtype.element_ty)
+        pixel_factor = tl.load(factors_ptr).to(tl.float16)
         factors = tl.load(factors_ptr + 1 + columns, mask=columns < OUT_CHANNELS, other=0.0)
     if NORM != "none":
         weight_sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
@@ -189,7 +193,7 @@ def convolution(
             whose = image if ROWS > OUT_HEIGHT * OUT_WIDTH else None
             pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
             pixels = pixels.to(x_ptr.dtype.element_ty)
-        if IS_FP8:
+        if IS_FP8 and not IS_ROUNDED:
             # The conversion saturates.
             pixels = (pixels * pixel_factor).to(tl.float8e4nv)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
@@ -228,9 +232,10 @@ def convolution(
             pair_offsets = rows[:, None] * OUT_STRIDE + pairs[None, :]
             tl.store(out_ptr + pair_offsets, result, mask=(rows < ROWS)[:, None] & (pairs * 2 < OUT_CHANNELS)[None, :])
         else:
-            result = activate(total, ACTIVATION).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_offsets, result, mask=exists)
+            result = activate(total, ACTIVATION)
+            store(out_ptr + out_offsets, result, exists, out_factor_ptr)
             if out_moments_ptr is not None:
+                result = result.to(out_ptr.dtype.element_ty)
                 store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
 
 

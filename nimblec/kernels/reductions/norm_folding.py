@@ -63,7 +63,7 @@ def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
     columns, width = request.shape.columns, Tiling.of(bound(maker)["tiling"]).block_n
     if fake(maker).shape[1] != columns or columns % width:
         return
-    readers = list(_readers(request.result))
+    readers = list(whole_readers(request.result))
     if not all(_is_product_of(reader, rows) for reader, rows in readers):
         return
     if largest_result(maker) is None and any(weight_of(reader) is not None for reader, _ in readers):
@@ -83,11 +83,11 @@ def _maker(node: fx.Node) -> fx.Node | None:
     return node if is_call(node, linear) and not bound(node)["gated"] else None
 
 
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def whole_readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the readers of a value and of its whole views, each with the value or view that it reads."""
     for user in node.users:
         if is_call(user, *WHOLE_VIEWS) and is_view(user):
-            yield from _readers(user)
+            yield from whole_readers(user)
         else:
             yield user, node
 
