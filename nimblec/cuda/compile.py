@@ -48,7 +48,10 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        return tuple(_run_worker(folder, observer, _worker_of(options)))
+        notes = tuple(_run_worker(folder, observer, _worker_of(options)))
+    if options.precision == "fp8" and source.kind == "onnx" and not options.examples:
+        notes += ("ranges of e4m3 were found on random inputs: give typical ones, --example NAME=FILE.npy",)
+    return notes
 
 
 def _refuse_fp8(options: Options) -> None:

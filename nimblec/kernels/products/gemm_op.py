@@ -4,8 +4,8 @@
 tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). With ``factors``
 (`nimblec.kernels.products.fp8`), it multiplies e4m3, whose bytes the weights are, and ``x`` may be; with ``out_factor``
 the result is. `convolution_into` writes to ``out``, part of the channels of larger images. The kernel leaves
-``counters`` zero; concurrent calls need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
-`nimblec.kernels.reference.Prologue`.
+``counters`` zero; concurrent calls need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale,
+shift, gate and ``before`` are a `nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence
