@@ -27,6 +27,7 @@ from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates
 from nimblec.kernels.products.packing import pack_fp8, unpack_rows
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.fp8_results import write_fp8
+from nimblec.kernels.reductions.norm_op import layer_norm_and_fp8
 from nimblec.kernels.shapes import product
 from nimblec.optimize import optimize
 from nimblec.optimize.o2 import KERNELS, NORMS, first
@@ -39,6 +40,7 @@ CASES = {
     "large": "check(20, 96, 33, [32, 16, 64, 1, 4, 2], spread=3000, largest=12000)",
     "of e4m3, to e4m3": "check(37, 96, 48, [16, 32, 32, 1, 4, 2], 'gelu', residual=True, chained=True)",
     "of e4m3, to e4m3, split": "check(37, 96, 48, [16, 32, 32, 2, 4, 2], chained=True)",
+    "a norm": "norm(37, 80, [4, 4])",
     "of a norm": "check(20, 96, 32, [16, 16, 32, 2, 4, 2], normed=True)",
 }
 
@@ -53,6 +55,7 @@ from nimblec.kernels.products.gemm_op import linear
 from nimblec.kernels.products.gemm_reference import moments_of
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import counters, pack_fp8
+from nimblec.kernels.reductions.norm_op import layer_norm_and_fp8
 
 convert = interpreter._convert_float
 
@@ -89,6 +92,16 @@ def check(rows, columns, out, tiling, activation="none", *, residual=False, spre
     torch.testing.assert_close(found.float(), expected.float(), atol=2e-3 * spread, rtol=tolerance)
     assert (found.float() != expected.float()).float().mean() < (0.01 if chained else 0.5)
     assert not arrived.any()
+
+def norm(rows, columns, tiling):
+    torch.manual_seed(0)
+    args = (torch.randn(rows, columns).half(), torch.randn(columns).half(), None, 1e-5, False, torch.float16, tiling,
+        "none", torch.tensor([32.0]))
+    made = prepared(layer_norm_and_fp8, *args)
+    made.launch()
+    (found, copy), (expected, exact) = made.results, layer_norm_and_fp8(*args)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    assert (copy != exact).float().mean() < 0.01
 """
 
 COMPILE = """
@@ -230,6 +243,25 @@ def test_results_that_only_fp8_reads_are_fp8() -> None:
     for found, expected in zip(run(rounded, x), run(kernels, x), strict=True):
         # Attention is rounded once instead of twice.
         assert (found - expected).float().norm() < 0.03 * expected.float().norm()
+
+
+def _post_norm(x: Tensor) -> Tensor:
+    """Return a layer whose norm is read by a product and as a residual."""
+    y = functional.layer_norm(x.reshape(2, 20, 64), (64,), SCALE, SHIFT)
+    return y + functional.linear(functional.gelu(functional.linear(y, WEIGHTS[0])), WEIGHTS[1])
+
+
+def test_norm_is_stored_in_fp8_besides_float16() -> None:
+    x = _drawn(40, 64, seed=9)
+    module = optimize(record(_post_norm, x), device="cuda")
+    for pipeline in (KERNELS, NORMS):
+        module = pipeline(module, Setting(use=first(SM_90), fp8=True), args=(x,))
+    written = rewritten(module, write_fp8)
+    assert sum(node.target is layer_norm_and_fp8 for node in written.graph.nodes) == 1
+    products = [node for node in written.graph.nodes if node.target is linear]
+    assert [fake(node.args[0]).dtype for node in products] == [torch.uint8] * 2
+    (found,), (expected,) = run(written, x), run(module, x)
+    assert (found - expected).float().norm() < 0.03 * expected.float().norm()
 
 
 def test_nothing_is_fp8_without_calibration() -> None:
