@@ -44,7 +44,8 @@ def _copy(rewriter: Rewriter, norm: fx.Node, factor: fx.Node, readers: Sequence[
     call = rewriter.call(layer_norm_and_fp8, *norm.args, factor, at=norm)
     copy = rewriter.call(operator.getitem, call, 1, at=norm)
     for reader, rows in readers:
-        chain, source = [], rows
+        chain: list[fx.Node] = []
+        source = rows
         while source is not norm:
             chain, source = [source, *chain], argument(source, 0)
         reader.args = (viewed_alike(rewriter, copy, chain, at=reader), *reader.args[1:])
