@@ -73,11 +73,9 @@ def _with_golden(
         reference = partial(recorded.recorder.compute, model=original)
         beside = None
         if request.options.precision == "fp8":
-            import torch
+            from nimblec.optimize.variants import in_float16
 
-            from nimblec.optimize.variants import in_half
-
-            beside = partial(recorded.recorder.compute, model=in_half(original, torch.float16))
+            beside = partial(recorded.recorder.compute, model=in_float16(original))
         reports.note(report(program, reference, recorded.recorder.compute, request.options.max_error, fp16=beside))
     return replace(program, golden=golden.record(_SEED, first, tolerance))
 

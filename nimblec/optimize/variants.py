@@ -93,9 +93,9 @@ def variants(
         yield from _of_level_2(model, dtype, times, report, fp8=fp8)
 
 
-def in_half(model: TorchModel, dtype: torch.dtype) -> TorchModel:
-    """Return the model as at level 0, in half precision."""
-    return Runs(model, Setting(device=device_of(model), dtype=dtype))(CAST)
+def in_float16(model: TorchModel) -> TorchModel:
+    """Return the model as at level 0, in float16."""
+    return Runs(model, Setting(device=device_of(model), dtype=torch.float16))(CAST)
 
 
 def as_it_runs(model: TorchModel) -> Variant:

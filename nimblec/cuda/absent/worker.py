@@ -131,14 +131,14 @@ class _Worker:
         import torch
 
         from nimblec.graph.state import slots
-        from nimblec.optimize.variants import in_half
+        from nimblec.optimize.variants import in_float16
 
         outputs = _compute(kernels, golden.draw_inputs(program, _SEED))
         state = [slot.tensor for slot in slots(kernels.module).values()]
         before = [tensor.clone() for tensor in state]
         compute, beside = (partial(_compute, original), lambda _: outputs), None
         if self._request.options.precision == "fp8":
-            beside = partial(_compute, in_half(original, torch.float16))
+            beside = partial(_compute, in_float16(original))
         allowed = self._request.options.max_error
         self._reports.note(report(program, *compute, allowed, seeds=1, fp16=beside))
         with torch.no_grad():
