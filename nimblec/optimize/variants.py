@@ -98,8 +98,8 @@ def variants(
 
 
 def in_float16(model: TorchModel) -> TorchModel:
-    """Return the model as at level 0, in float16."""
-    return Runs(model, Setting(device=device_of(model), dtype=torch.float16))(CAST)
+    """Return the model in float16, to compare with: state is returned, not written."""
+    return Runs(model, Setting(device=device_of(model), dtype=torch.float16))(REWRITES)
 
 
 def as_it_runs(model: TorchModel) -> Variant:
