@@ -155,6 +155,14 @@ def test_absent_plan_runs_on_its_gpu(
                 torch.testing.assert_close(torch.from_numpy(output), expected.detach(), rtol=1e-2, atol=1e-3)
 
 
+@needs_cuda_build
+def test_memory_recorded_on_the_cpu_is_on_the_gpu() -> None:
+    tracer = importlib.import_module("nimblec.cuda.absent.tracer").Tracer(KNOWN[0], BufferTable())
+    with FakeTensorMode(), tracer:
+        memory = torch.empty_strided((2, 3), (3, 1), device="cpu")
+    assert memory.device.type == "cuda"
+
+
 DIFFERENT = """
 import torch
 from torch import nn
