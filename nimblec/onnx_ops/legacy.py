@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops import arithmetic, comparison
+from nimblec.onnx_ops import arithmetic, comparison, linear
 from nimblec.onnx_ops.axes import along, axis_of
-from nimblec.onnx_ops.linear import gemm_optional
 from nimblec.onnx_ops.normalization import batch_normalization_7
 from nimblec.onnx_ops.table import Refused, op
 
@@ -58,7 +57,7 @@ def gemm(
     transA: int = 0,
     transB: int = 0,
 ) -> Tensor:
-    return gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    return linear.gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
 
 
 @op("PRelu", since=6)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from nimblec.onnx_ops.axes import axis_of
 from nimblec.onnx_ops.convolution import convolution
 from nimblec.onnx_ops.creation import triangle
-from nimblec.onnx_ops.linear import float_matmul, gemm_optional
+from nimblec.onnx_ops.linear import float_matmul, gemm
 from nimblec.onnx_ops.normalization import layer_normalization, rms_normalization
 from nimblec.onnx_ops.shape import unsqueeze
 from nimblec.onnx_ops.table import MICROSOFT, Floats, Ints, Refused, op
@@ -110,7 +110,7 @@ def fused_gemm(
     transA: int = 0,
     transB: int = 0,
 ) -> Tensor:
-    y = gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
     return activated(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 

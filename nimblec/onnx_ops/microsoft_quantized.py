@@ -7,7 +7,7 @@ from nimblec.onnx_ops.activation import softmax, softmax_of_matrix
 from nimblec.onnx_ops.axes import axis_of
 from nimblec.onnx_ops.integers import Quantized, product_of_integers
 from nimblec.onnx_ops.linear import centered
-from nimblec.onnx_ops.pooling import average_pool_10
+from nimblec.onnx_ops.pooling import average_pool
 from nimblec.onnx_ops.quantization import (
     convolution_quantized,
     dequantize,
@@ -165,7 +165,7 @@ def average_pool_quantized(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    y = average_pool_10(
+    y = average_pool(
         _real(x.movedim(-1, 1) if channels_last else x, x_scale, x_zero_point),
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,

@@ -45,23 +45,6 @@ def saturated(x: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tenso
 
 
 @op("QuantizeLinear", since=10)
-def quantize_10(x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None) -> Tensor:
-    return quantize(x, y_scale, y_zero_point)
-
-
-@op("QuantizeLinear", since=13)
-def quantize_13(x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None, *, axis: int = 1) -> Tensor:
-    return quantize(x, y_scale, y_zero_point, axis=axis)
-
-
-@op("QuantizeLinear", since=19)
-def quantize_19(
-    x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None, *, axis: int = 1, saturate: int = 1
-) -> Tensor:
-    return quantize(x, y_scale, y_zero_point, axis=axis)
-
-
-@op("QuantizeLinear", since=21)
 def quantize(
     x: Tensor,
     y_scale: Tensor,
@@ -89,16 +72,6 @@ def _as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @op("DequantizeLinear", since=10)
-def dequantize_10(x: Tensor, x_scale: Tensor, x_zero_point: Tensor | None = None) -> Tensor:
-    return dequantize(x, x_scale, x_zero_point)
-
-
-@op("DequantizeLinear", since=13)
-def dequantize_13(x: Tensor, x_scale: Tensor, x_zero_point: Tensor | None = None, *, axis: int = 1) -> Tensor:
-    return dequantize(x, x_scale, x_zero_point, axis=axis)
-
-
-@op("DequantizeLinear", since=21)
 def dequantize(
     x: Tensor,
     x_scale: Tensor,

@@ -121,20 +121,10 @@ def _position(function: Callable[..., Tensor], x: Tensor, axis: int, keepdims: i
 
 
 @op("ArgMax")
-def arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1) -> Tensor:
-    return _position(torch.argmax, x, axis, keepdims, 0)
-
-
-@op("ArgMax", since=12)
-def arg_max_select(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+def arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
     return _position(torch.argmax, x, axis, keepdims, select_last_index)
 
 
 @op("ArgMin")
-def arg_min(x: Tensor, *, axis: int = 0, keepdims: int = 1) -> Tensor:
-    return _position(torch.argmin, x, axis, keepdims, 0)
-
-
-@op("ArgMin", since=12)
-def arg_min_select(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+def arg_min(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
     return _position(torch.argmin, x, axis, keepdims, select_last_index)

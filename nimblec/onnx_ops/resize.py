@@ -184,34 +184,6 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
 
 
 @op("Resize", since=11)
-def resize_11(
-    x: Tensor,
-    roi: Floats | None = None,
-    scales: Floats | None = None,
-    sizes: Ints | None = None,
-    *,
-    coordinate_transformation_mode: str = "half_pixel",
-    cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
-    mode: str = "nearest",
-    nearest_mode: str = "round_prefer_floor",
-) -> Tensor:
-    return resize(
-        x,
-        roi,
-        scales,
-        sizes,
-        coordinate_transformation_mode=coordinate_transformation_mode,
-        cubic_coeff_a=cubic_coeff_a,
-        exclude_outside=exclude_outside,
-        extrapolation_value=extrapolation_value,
-        mode=mode,
-        nearest_mode=nearest_mode,
-    )
-
-
-@op("Resize", since=18)
 def resize(
     x: Tensor,
     roi: Floats | None = None,
