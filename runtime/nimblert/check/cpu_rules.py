@@ -5,6 +5,7 @@ and writes. The accesses that the plan declares must be the same.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 
 from nimblert.check import onnx_operators, onnx_rules
 from nimblert.check.bounds import Sizes, array_problems, extent_problems, under
@@ -60,16 +61,12 @@ class Nodes(dict[int, Node | None]):
         self._modules = modules
 
     def __missing__(self, module: int) -> Node | None:
-        found = self[module] = _only_node(self._modules[module]) if 0 <= module < len(self._modules) else None
+        graph = None
+        if 0 <= module < len(self._modules):
+            with suppress(PlanFormatError):
+                graph = read_model(bytes(self._modules[module].code), Budget(DEFAULT_LIMITS.model_fields)).graph
+        found = self[module] = graph.node[0] if graph is not None and len(graph.node) == 1 else None
         return found
-
-
-def _only_node(module: Module) -> Node | None:
-    try:
-        graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
-    except PlanFormatError:
-        return None
-    return graph.node[0] if graph is not None and len(graph.node) == 1 else None
 
 
 def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, *, refits: bool) -> Iterator[str]:
