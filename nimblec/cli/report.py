@@ -256,14 +256,15 @@ def _weights(facts: Json) -> Table:
 def _state(facts: Json) -> Table:
     made = table("State", "name", "type", "bytes", "a run", right=("bytes",))
     rows = [
-        (_state_name(row), shape_text(row["dtype"], row["shape"]), f"{row['nbytes']:,}", _uses(row["uses"]))
+        (
+            row["name"] or "(scratch memory of kernels)",
+            shape_text(row["dtype"], row["shape"]),
+            f"{row['nbytes']:,}",
+            _uses(row["uses"]),
+        )
         for row in facts["state"]
     ]
     return capped(made, rows)
-
-
-def _state_name(row: Json) -> str:
-    return str(row["name"]) or "(scratch memory of kernels)"
 
 
 def _uses(uses: dict[str, str]) -> str:
