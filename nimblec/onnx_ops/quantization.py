@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops.axes import along, axis_of, repeated
-from nimblec.onnx_ops.convolution import convolution, padding_of
+from nimblec.onnx_ops.axes import along, axis_of
+from nimblec.onnx_ops.convolution import Geometry, convolution, padding_of
 from nimblec.onnx_ops.creation import convert, dtype_of
 from nimblec.onnx_ops.integers import Quantized, convolution_of_integers, product_of_integers
 from nimblec.onnx_ops.linear import centered
-from nimblec.onnx_ops.table import Ints, Refused, op
+from nimblec.onnx_ops.table import Refused, op
 from nimblec.onnx_ops.unsigned import index_select
 
 QUANTIZED = (torch.uint8, torch.int8, torch.uint16, torch.int16)
@@ -139,23 +139,18 @@ def convolution_quantized(
     y_zero_point: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
+    geometry: Geometry,
 ) -> Tensor:
-    if group == 1 and x.dim() == w.dim() == 4 and kernel_shape in (None, tuple(w.shape[2:])):
-        steps, gaps = repeated(strides, 2, 1, "strides"), repeated(dilations, 2, 1, "dilations")
+    if geometry.group == 1 and x.dim() == w.dim() == 4:
+        kernel, strides, dilations = geometry.along(x, w)
         y = convolution_of_integers(
             Quantized(x, x_scale, x_zero_point),
             Quantized(w, w_scale, w_zero_point),
             Quantized(None, y_scale, y_zero_point),
             b,
-            strides=steps,
-            pads=padding_of(auto_pad, pads, x.shape[2:], tuple(w.shape[2:]), steps, gaps),
-            dilations=gaps,
+            strides=strides,
+            pads=padding_of(geometry.auto_pad, geometry.pads, x.shape[2:], kernel, strides, dilations),
+            dilations=dilations,
         )
         if y is not None:
             return y
@@ -163,12 +158,7 @@ def convolution_quantized(
         centered(x, x_zero_point.reshape(()), 0),
         centered(w, along(w_zero_point, 0, w.dim()) if w_zero_point.numel() > 1 else w_zero_point.reshape(()), 0),
         None if b is None else b.to(torch.float64),
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
+        geometry=geometry,
     )
     scale = x_scale.reshape(()) * w_scale.reshape(-1) / y_scale.reshape(())
     scaled = total.to(torch.float32) * along(scale, 1, x.dim())
