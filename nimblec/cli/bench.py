@@ -112,18 +112,9 @@ def bench_plan(
         profiles = [executable.profile(inputs, entry=chosen.name) for _ in range(PROFILES if as_profile else 0)]
         commands = measure.slowest(profiles) if profiles else []
         if as_json:
-            echo_json({
-                "entry": chosen.name,
-                "mode": "replay" if replay else "run",
-                "threads": threads,
-                "contexts": contexts,
-                "warm_up": warm_up,
-                "runs": measured.latencies.size,
-                "seconds": measured.seconds,
-                "throughput": measured.throughput,
-                "latency": measured.summary(),
-                "commands": [asdict(command) for command in commands],
-            })
+            setting: dict[str, object] = {"entry": chosen.name, "mode": "replay" if replay else "run"}
+            setting |= {"threads": threads, "contexts": contexts, "warm_up": warm_up}
+            echo_json(setting | measured.facts() | {"commands": [asdict(command) for command in commands]})
         else:
             console = report.SafeConsole()
             console.print(report.measured(measured))

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The seconds of each run, in any thread (``latencies``), and of the whole measurement (``seconds``)."""
@@ -30,6 +31,11 @@ class Measurement:
     def throughput(self) -> float:
         """Runs per second, of all threads together; 0 if there were none."""
         return self.latencies.size / self.seconds if self.seconds else 0.0
+
+    def facts(self) -> dict[str, object]:
+        """Return the number of runs, the seconds, the throughput and the summary by name."""
+        latency, runs = self.summary(), self.latencies.size
+        return {"runs": runs, "seconds": self.seconds, "throughput": self.throughput, "latency": latency}
 
     def summary(self) -> dict[str, float]:
         """Return the seconds by name: min, p50 to p99.9 and max; nothing if there were no runs."""
