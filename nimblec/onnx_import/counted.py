@@ -1,4 +1,4 @@
-"""What operators make of values of unknown length: of tensors of the bound, whose rest is masked where it matters."""
+"""Evaluate operators on values of unknown length: tensors of the bound, with the rest masked where it matters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -61,7 +61,7 @@ def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
 
 
 def differences(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each fit of a program that runs on this machine contradict."""
+    """Yield a sentence for each fit that runs on this machine contradict."""
     with Executable(plan) as executable:
         for programs in _sized(plan):
             claims = [dict(zip(dict(p.profile), p.fits, strict=False)) for p in programs]

@@ -54,7 +54,7 @@ class Owner(Protocol):
     plan: Plan
 
     def between_runs(self, do: Callable[[Working], T]) -> T:
-        """Return ``do`` of its memory, which no run uses meanwhile. Raises InputError as a run would."""
+        """Return what ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):

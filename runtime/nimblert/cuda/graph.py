@@ -74,7 +74,7 @@ class Ends(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes of a command: one that follows what comes before it, and one that what comes after it follows."""
+    """The first node of a command, which follows earlier commands, and its last, which later ones follow."""
 
     first: Handle
     last: Handle

@@ -48,8 +48,8 @@ def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = No
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
     truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
     safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
-    copied. So are all bytes where ``trust`` names keys, of which one must have signed them: those that are verified are
-    those that are then parsed and run.
+    copied. So are all bytes with ``trust``, one of whose keys must have signed them: what was verified is then parsed
+    and run.
     """
     copy = copy or trust is not None
     if isinstance(source, bytes | bytearray | memoryview):

@@ -20,7 +20,7 @@ from nimblert.errors import NimbleError
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
 _LOCKED_AFTER_S = 3600.0
-"""An empty folder of this age has no owner, who was killed before it locked the folder, or while it removed it."""
+"""Empty folders of this age are abandoned: their owners were killed before they locked, or while they removed them."""
 
 
 @contextmanager
