@@ -60,10 +60,17 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
     if not 0 < duration < math.inf:
         raise ArgumentError(f"duration: {duration} seconds, expected a finite number above 0")
     warm, ended = threading.Barrier(len(calls)), threading.Event()
+
+    def lane(call: Callable[[], object]) -> tuple[float, float, np.ndarray]:
+        """Return when the runs that count began and ended, and the seconds of each."""
+        _repeat(call, warm_up, ended)
+        warm.wait()
+        return _repeat(call, duration, ended)
+
     pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
     try:
-        running = [pool.submit(_warm_up_and_repeat, call, warm_up, duration, warm, ended) for call in calls]
-        lanes = [lane.result() for lane in as_completed(running)]
+        running = [pool.submit(lane, call) for call in calls]
+        lanes = [done.result() for done in as_completed(running)]
     finally:
         ended.set()
         warm.abort()
@@ -73,15 +80,6 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
         latencies=np.concatenate([latencies for _, _, latencies in lanes]),
         seconds=max(end - first for _, end, _ in lanes),
     )
-
-
-def _warm_up_and_repeat(
-    call: Callable[[], object], warm_up: float, duration: float, warm: threading.Barrier, ended: threading.Event
-) -> tuple[float, float, np.ndarray]:
-    """Return when the runs that count began and ended, and the seconds of each."""
-    _repeat(call, warm_up, ended)
-    warm.wait()
-    return _repeat(call, duration, ended)
 
 
 def _repeat(call: Callable[[], object], seconds: float, ended: threading.Event) -> tuple[float, float, np.ndarray]:

@@ -64,11 +64,7 @@ def quantize(
     scale = spread(y_scale, x, axis, block_size)
     work = dtype_of(precision) if precision else torch.promote_types(x.dtype, y_scale.dtype)
     zero = None if y_zero_point is None else spread(y_zero_point, x, axis, block_size)
-    return saturated(_as_float(x, work) / scale.to(work), zero, dtype)
-
-
-def _as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype if dtype.is_floating_point else torch.float32)
+    return saturated(x.to(work if work.is_floating_point else torch.float32) / scale.to(work), zero, dtype)
 
 
 @op("DequantizeLinear", since=10)
