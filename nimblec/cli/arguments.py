@@ -48,26 +48,17 @@ def _read_processors(value: str) -> int | tuple[int, ...]:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _read_named_sizes(value: str) -> tuple[str, tuple[int, ...]]:
-    # Exporters name dimensions as they like, with equals signs too.
-    name, _, sizes = value.rpartition("=")
-    if not name:
-        raise ArgumentError(f"{shortened(value)} is not NAME=SIZES, such as batch=4, batch=1,2,4 or batch=1..9")
-    return name, read_sizes(sizes)
+def _named(kind: str, reader: Callable[[str], Any], examples: str) -> Parsed:
+    """Return the type of a parameter that gives a name something that ``reader`` parses."""
 
+    def read(value: str) -> tuple[str, Any]:
+        # Exporters name dimensions as they like, with equals signs too.
+        name, _, given = value.rpartition("=")
+        if not name:
+            raise ArgumentError(f"{shortened(value)} is not NAME={kind}, such as {examples}")
+        return name, reader(given)
 
-def _read_named_size(value: str) -> tuple[str, int]:
-    name, _, size = value.rpartition("=")
-    if not name:
-        raise ArgumentError(f"{shortened(value)} is not NAME=SIZE, such as batch=4")
-    return name, read_size(size)
-
-
-def _read_named_shape(value: str) -> tuple[str, tuple[int, ...]]:
-    name, _, shape = value.rpartition("=")
-    if not name:
-        raise ArgumentError(f"{shortened(value)} is not NAME=SHAPE, such as boxes=100x4")
-    return name, read_shape(shape)
+    return Parsed(f"NAME={kind}", read)
 
 
 def _read_named_file(value: str) -> tuple[str, Path]:
@@ -88,9 +79,9 @@ SPEC = Parsed("NAME:SHAPE[:DTYPE]", read_spec)
 STREAMS = Parsed("auto|1|max|N", read_streams)
 NBYTES = Parsed("BYTES", read_nbytes)
 PROCESSORS = Parsed("N|P,P", _read_processors)
-NAMED_SIZES = Parsed("NAME=SIZES", _read_named_sizes)
-NAMED_SIZE = Parsed("NAME=SIZE", _read_named_size)
-NAMED_SHAPE = Parsed("NAME=SHAPE", _read_named_shape)
+NAMED_SIZES = _named("SIZES", read_sizes, "batch=4, batch=1,2,4 or batch=1..9")
+NAMED_SIZE = _named("SIZE", read_size, "batch=4")
+NAMED_SHAPE = _named("SHAPE", read_shape, "boxes=100x4")
 NAMED_FILE = Parsed("NAME=FILE.npy", _read_named_file)
 CONSTANT = Parsed("NAME=VALUE", _read_constant)
 

@@ -1,7 +1,6 @@
 """``nimblec bench``."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,11 @@ import numpy as np
 
 from nimblec.cli import arguments, interrupts, loading, measure, report
 from nimblec.cli.command import OWN_PROCESS, Command
-from nimblec.cli.console import echo_lines
+from nimblec.cli.console import echo_json
 from nimblec.cli.progress import StageProgress
 from nimblert.context import Context
 from nimblert.executable import Executable
 from nimblert.loading import load
-from nimblert.telemetry import CommandTime
 
 LONGEST_S = 86_400
 MOST_THREADS = 256
@@ -114,14 +112,9 @@ def bench_plan(
         profiles = [executable.profile(inputs, entry=chosen.name) for _ in range(PROFILES if as_profile else 0)]
         commands = measure.slowest(profiles) if profiles else []
         if as_json:
-            setting = {
-                "entry": chosen.name,
-                "mode": "replay" if replay else "run",
-                "threads": threads,
-                "contexts": contexts,
-                "warm_up": warm_up,
-            }
-            echo_lines(json.dumps({**setting, **_facts(measured, commands)}, indent=2, ensure_ascii=False))
+            setting: dict[str, object] = {"entry": chosen.name, "mode": "replay" if replay else "run"}
+            setting |= {"threads": threads, "contexts": contexts, "warm_up": warm_up}
+            echo_json(setting | measured.facts() | {"commands": [asdict(command) for command in commands]})
         else:
             console = report.SafeConsole()
             console.print(report.measured(measured))
@@ -153,14 +146,3 @@ def _calls(
     if contexts == threads:
         return [partial(once, context) for context in taken]
     return [measure.taking_turns(taken, once)] * threads
-
-
-def _facts(measured: measure.Measurement, commands: Sequence[CommandTime]) -> dict[str, object]:
-    """Return the measurement, for --json."""
-    return {
-        "runs": measured.latencies.size,
-        "seconds": measured.seconds,
-        "throughput": measured.throughput,
-        "latency": measured.summary(),
-        "commands": [asdict(command) for command in commands],
-    }

@@ -22,7 +22,7 @@ from nimblec.base.installation import VERSION, environment, module_command, proc
 from nimblec.cli import report
 from nimblec.cli.build_file import PlanBuild, read_build_file
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo, echo_json
 from nimblec.cli.progress import StageProgress
 from nimblec.plan.plan_key import digest_of, find_inputs, find_key
 from nimblert.check.verify import read_plan
@@ -89,8 +89,7 @@ def build_plans(file: Path, check: bool, jobs: int, as_json: bool) -> int:
         name = Path(file.name)
         outcomes = _Build(name, check=check).outcomes(jobs)
     if as_json:
-        facts = {"file": str(file), "plans": [asdict(outcome) for outcome in outcomes]}
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_json({"file": str(file), "plans": [asdict(outcome) for outcome in outcomes]})
     else:
         report.SafeConsole().print(_table(outcomes))
         for outcome in outcomes:
@@ -218,7 +217,11 @@ class _Build:
             outcome.latency = bench["latency"]["p50"]
         if "max-cold-start" in build.budgets and not self._check:
             outcome.cold_start = median(_cold_start(plan) for _ in range(3))
-        outcome.problems += _over_budget(build.budgets, outcome)
+        for key, most in build.budgets.items():
+            name, text = _BUDGETS[key]
+            found = getattr(outcome, name)
+            if found is not None and found > most:
+                outcome.problems.append(f"{key}: {text(found)}, expected at most {text(most)}")
         if outcome.problems:
             outcome.state = "over budget"
         elif made:
@@ -274,18 +277,13 @@ def _read_lock(lock: Path) -> dict[str, Any]:
         return {}
     try:
         match json.loads(lock.read_text()):
-            case {"plans": dict(known)} if all(map(_is_record, known.values())):
-                return known
-    except (ValueError, RecursionError):
+            case {"plans": dict(known)}:
+                kinds = {"output": str, "sha256": str, "inputs": dict, "key": str}
+                if all(isinstance(record.get(key), kind) for record in known.values() for key, kind in kinds.items()):
+                    return known
+    except (ValueError, RecursionError, AttributeError):
         pass
     raise InputError(f"{lock}: is not a record of builds: remove it, or rename the build file")
-
-
-def _is_record(record: Any) -> bool:
-    match record:
-        case {"output": str(), "sha256": str(), "inputs": dict(), "key": str()}:
-            return True
-    return False
 
 
 def _cold_start(plan: Path) -> float:
@@ -308,14 +306,6 @@ _BUDGETS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "max-cold-start": ("cold_start", report.seconds_text),
 }
 """The fact that each budget limits, and how both are written."""
-
-
-def _over_budget(budgets: Mapping[str, float], outcome: Outcome) -> Iterator[str]:
-    for key, most in budgets.items():
-        name, text = _BUDGETS[key]
-        found = getattr(outcome, name)
-        if found is not None and found > most:
-            yield f"{key}: {text(found)}, expected at most {text(most)}"
 
 
 def _table(outcomes: list[Outcome]) -> Table:

@@ -181,14 +181,11 @@ def _read_sources(value: Any) -> tuple[Path, ...]:
 
 def _read_seconds(value: Any) -> float:
     """Return the seconds of a number of them, or of text such as 5ms."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) *(s|ms|us)", f"{value}s" if _is_number(value) else str(value))
+    text = f"{value}s" if type(value) in {int, float} else str(value)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) *(s|ms|us)", text)
     if not found:
         raise ArgumentError(f"{shortened(value)}, expected seconds such as 0.005, 5ms or 1.5s")
     return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _OWN: Mapping[str, Callable[[Any], Any]] = {

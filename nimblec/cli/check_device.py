@@ -1,12 +1,11 @@
 """``nimblec check-device``."""
 
-import json
 from pathlib import Path
 
 import click
 
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo, echo_json
 from nimblec.inspect import machine
 from nimblert.check.verify import read_plan
 
@@ -30,7 +29,7 @@ def check_device(plan: Path, device: int, as_json: bool) -> None:
     """
     facts = machine.examine(read_plan(plan, fat=True), str(plan), ordinal=device)
     if as_json:
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_json(facts)
     else:
         for index, part in enumerate(facts["parts"], 1):
             for sentence in part["lacks"] or ["nothing is missing"]:

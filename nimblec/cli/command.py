@@ -27,7 +27,7 @@ class Command(click.Command):
                 ["--debug"],
                 is_flag=True,
                 expose_value=False,
-                callback=_remember_debug,
+                callback=lambda ctx, _, value: ctx.meta.update({DEBUG: value}),
                 help="Print the traceback of an error.",
             )
         )
@@ -45,10 +45,6 @@ class Command(click.Command):
             if ctx.meta[DEBUG]:
                 echo_lines(traceback.format_exc().rstrip(), err=True)
             raise click.ClickException(sentence) from exc
-
-
-def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    ctx.meta[DEBUG] = value
 
 
 def _sentence(exc: NimbleError | OSError | ModuleNotFoundError) -> str | None:

@@ -1,6 +1,5 @@
 """``nimblec compile``."""
 
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from nimblec.base.isolation import IMPORTED_S
 from nimblec.base.options import DEFAULT_LEVEL, DEFAULT_TRIP_LIMIT, Options, Precision, TargetChoice, read_options
 from nimblec.cli import arguments, report
 from nimblec.cli.command import OWN_PROCESS, Command, refuse_both
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo, echo_json
 from nimblec.cli.progress import StageProgress
 from nimblec.inspect.inspection import Json, command_counts, sizes
 from nimblec.plan import stripping
@@ -264,7 +263,7 @@ def compile_model(
         return
     facts = _facts(made, output, start_s=start_s, all_s=time.perf_counter() - begin)
     if as_json:
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_json(facts)
         return
     for note in made.notes:
         echo(f"note: {note}")
@@ -290,7 +289,10 @@ def options_of(model: str, output: Path, *, weights: Path | None, no_plan_cache:
     files = (file for _, file in (*given["constants"], *given["examples"]) if isinstance(file, Path))
     read = (Path(model), *filter(None, (given.get("timing_cache"),)), *files)
     _refuse_overwriting(output, read)
-    _refuse_weights(weights, (output, *read))
+    if weights is not None:
+        if weights.resolve() in [path.resolve() for path in (output, *read)]:
+            raise click.UsageError(f"{weights}: is PLAN, or is read by this compilation: name another file.")
+        stripping.check_destination(weights)
     given |= {name: tuple(arguments.read_arrays(given[name]).items()) for name in ("constants", "examples")}
     return read_options(**given)
 
@@ -320,14 +322,6 @@ def _refuse_overwriting(output: Path, read: Iterable[Path]) -> None:
             raise click.UsageError(f"{output}: {what}: name another PLAN.")
     if output.is_file() and output.stat().st_size and not _is_plan(output):
         raise click.UsageError(f"{output}: exists and is not a plan: remove it, or name another PLAN.")
-
-
-def _refuse_weights(weights: Path | None, others: Iterable[Path]) -> None:
-    if weights is None:
-        return
-    if weights.resolve() in [path.resolve() for path in others]:
-        raise click.UsageError(f"{weights}: is PLAN, or is read by this compilation: name another file.")
-    stripping.check_destination(weights)
 
 
 def _is_plan(path: Path) -> bool:

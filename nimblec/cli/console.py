@@ -27,6 +27,11 @@ def echo_lines(text: str, *, err: bool = False) -> None:
     _write(printable(text, keep="\n"), err=err)
 
 
+def echo_json(facts: object) -> None:
+    """Print facts as JSON."""
+    echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+
+
 def _write(text: str, *, err: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{text}\n")

@@ -1,6 +1,5 @@
 """``nimblec diff``."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from rich.table import Table
 from nimblec.base.errors import ArgumentError
 from nimblec.cli.arguments import Parsed
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo_lines
+from nimblec.cli.console import echo_json
 from nimblec.cli.report import SafeConsole, capped, seconds_text, table
 from nimblec.inspect.plan_difference import Change, Figure, PlanDifference, Section, Value, compare
 from nimblert.check.verify import read_plan
@@ -64,10 +63,6 @@ class Condition:
                 yield f"{what} grew from {before} to {after} ({_growth(figure)})"
 
 
-def _read_conditions(text: str) -> tuple[Condition, ...]:
-    return tuple(map(_read_condition, text.split(",")))
-
-
 def _read_condition(text: str) -> Condition:
     if text in set(Section):
         return Condition(text=text, name=text)
@@ -86,7 +81,7 @@ def _read_condition(text: str) -> Condition:
 @click.option(
     "--fail-on",
     "conditions",
-    type=Parsed("CONDITIONS", _read_conditions),
+    type=Parsed("CONDITIONS", lambda text: tuple(map(_read_condition, text.split(",")))),
     help="Exit with 1 only where one of these holds, with commas between them: the name of a section (interface, "
     "weights, numerics ...) that differs, size+5%, arena+5% or latency+3%.",
 )
@@ -118,9 +113,12 @@ def diff_plans(
     failed = [f"{condition.text}: {why}" for condition in conditions or () for why in condition.failures(found)]
     console = SafeConsole(record=html is not None)
     if as_json:
-        echo_lines(json.dumps(_facts(found, failed), indent=2, ensure_ascii=False))
+        echo_json(_facts(found, failed))
         console.file = StringIO()
-    console.print(_summary(before, after, found), soft_wrap=True)
+    groups = groupby(found.changes, key=lambda change: change.section)
+    differences = ", ".join(f"{len([*changes])} in {section}" for section, changes in groups)
+    said = f"differ: {differences}" if found.changes else "are equal"
+    console.print(f"{before} and {after} {said}", soft_wrap=True)
     for section, changes in groupby(found.changes, key=lambda change: change.section):
         console.print(_table(section, list(changes)))
     for sentence in (*found.not_compared * bool(found.changes), *(f"failed: {reason}" for reason in failed)):
@@ -137,13 +135,6 @@ def _facts(found: PlanDifference, failed: list[str]) -> dict[str, object]:
         if change["largest"] is not None and not isfinite(change["largest"]):
             change["largest"] = "infinite"
     return {"equal": not found.changes, **facts, "failed": failed}
-
-
-def _summary(before: Path, after: Path, found: PlanDifference) -> str:
-    if not found.changes:
-        return f"{before} and {after} are equal"
-    groups = groupby(found.changes, key=lambda change: change.section)
-    return f"{before} and {after} differ: " + ", ".join(f"{len([*of])} in {section}" for section, of in groups)
 
 
 def _table(section: Section, changes: list[Change]) -> Table:

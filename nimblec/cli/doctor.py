@@ -1,6 +1,5 @@
 """``nimblec doctor``."""
 
-import json
 from collections.abc import Iterator
 
 import click
@@ -9,7 +8,7 @@ from rich.table import Table
 from nimblec.base.errors import MissingPackageError
 from nimblec.cli import report
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo_lines
+from nimblec.cli.console import echo_json
 from nimblec.inspect import doctor
 
 
@@ -27,7 +26,7 @@ def examine_installation(as_json: bool) -> None:
     """
     facts = doctor.examine()
     if as_json:
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_json(facts)
     else:
         console = report.SafeConsole()
         for table in _tables(facts):

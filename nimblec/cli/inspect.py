@@ -8,7 +8,7 @@ import click
 
 from nimblec.cli import layer_tables, picture, report
 from nimblec.cli.command import Command, refuse_both
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo, echo_json
 from nimblec.inspect import dot, inspection, machine, sbom, trace
 from nimblec.inspect.report import html_page
 from nimblert.check.verify import read_plan
@@ -78,9 +78,9 @@ def inspect_plan(
         _print_parts(opened, plan, as_json=as_json, is_alone=not (as_sbom or as_timeline or files))
         return
     if as_json:
-        _print_json(inspection.describe(opened, file_nbytes=plan.stat().st_size))
+        echo_json(inspection.describe(opened, file_nbytes=plan.stat().st_size))
     elif as_sbom:
-        _print_json(sbom.bill_of_materials(opened, plan.name))
+        echo_json(sbom.bill_of_materials(opened, plan.name))
     elif as_timeline or not files:
         _print_tables(opened, file_nbytes=plan.stat().st_size, as_timeline=as_timeline)
     if trace_file is not None:
@@ -108,7 +108,7 @@ def _print_parts(fat: Plan, path: Path, *, as_json: bool, is_alone: bool) -> Non
         raise click.UsageError(f"{path}: is a fat plan, of which only the parts are shown: inspect the plans it is of.")
     facts = machine.examine(fat, str(path))
     if as_json:
-        _print_json(facts)
+        echo_json(facts)
         return
     table = report.table("Parts", "part", "for", "size", "here", right=("size",))
     for index, part in enumerate(facts["parts"], 1):
@@ -117,10 +117,6 @@ def _print_parts(fat: Plan, path: Path, *, as_json: bool, is_alone: bool) -> Non
     table.add_row("", "weights that parts share", report.nbytes_text(facts["shared_nbytes"]), "")
     report.SafeConsole().print(table)
     echo(facts["choice"])
-
-
-def _print_json(facts: inspection.Json) -> None:
-    echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 def _write_text(path: Path, text: str, *, quiet: bool) -> None:

@@ -30,9 +30,15 @@ def prompt_interrupts() -> Iterator[None]:
         heard.set()
         signal.default_int_handler(number, frame)
 
+    def watch() -> None:
+        """Read signal numbers, a byte each, until a zero."""
+        while (number := os.read(read_end, 1)) != _STOP:
+            if number[0] == signal.SIGINT and not heard.wait(_GRACE_S):
+                os._exit(INTERRUPTED)
+
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    watcher = threading.Thread(target=_watch, args=(read_end, heard), daemon=True)
+    watcher = threading.Thread(target=watch, daemon=True)
     with ExitStack() as stack:
         stack.callback(os.close, write_end)
         stack.callback(os.close, read_end)
@@ -48,10 +54,3 @@ def abandon() -> NoReturn:
     """End the process at once, whatever other threads are doing. What was printed stays printed."""
     sys.stdout.flush()
     os._exit(INTERRUPTED)
-
-
-def _watch(read_end: int, heard: threading.Event) -> None:
-    """Read signal numbers, a byte each, until a zero."""
-    while (number := os.read(read_end, 1)) != _STOP:
-        if number[0] == signal.SIGINT and not heard.wait(_GRACE_S):
-            os._exit(INTERRUPTED)

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """The seconds of each run, in any thread (``latencies``), and of the whole measurement (``seconds``)."""
@@ -30,6 +31,11 @@ class Measurement:
     def throughput(self) -> float:
         """Runs per second, of all threads together; 0 if there were none."""
         return self.latencies.size / self.seconds if self.seconds else 0.0
+
+    def facts(self) -> dict[str, object]:
+        """Return the number of runs, the seconds, the throughput and the summary by name."""
+        latency, runs = self.summary(), self.latencies.size
+        return {"runs": runs, "seconds": self.seconds, "throughput": self.throughput, "latency": latency}
 
     def summary(self) -> dict[str, float]:
         """Return the seconds by name: min, p50 to p99.9 and max; nothing if there were no runs."""
@@ -54,10 +60,17 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
     if not 0 < duration < math.inf:
         raise ArgumentError(f"duration: {duration} seconds, expected a finite number above 0")
     warm, ended = threading.Barrier(len(calls)), threading.Event()
+
+    def lane(call: Callable[[], object]) -> tuple[float, float, np.ndarray]:
+        """Return when the runs that count began and ended, and the seconds of each."""
+        _repeat(call, warm_up, ended)
+        warm.wait()
+        return _repeat(call, duration, ended)
+
     pool = ThreadPoolExecutor(len(calls), "nimblec-measure")
     try:
-        running = [pool.submit(_warm_up_and_repeat, call, warm_up, duration, warm, ended) for call in calls]
-        lanes = [lane.result() for lane in as_completed(running)]
+        running = [pool.submit(lane, call) for call in calls]
+        lanes = [done.result() for done in as_completed(running)]
     finally:
         ended.set()
         warm.abort()
@@ -67,15 +80,6 @@ def measure(calls: Sequence[Callable[[], object]], *, warm_up: float, duration: 
         latencies=np.concatenate([latencies for _, _, latencies in lanes]),
         seconds=max(end - first for _, end, _ in lanes),
     )
-
-
-def _warm_up_and_repeat(
-    call: Callable[[], object], warm_up: float, duration: float, warm: threading.Barrier, ended: threading.Event
-) -> tuple[float, float, np.ndarray]:
-    """Return when the runs that count began and ended, and the seconds of each."""
-    _repeat(call, warm_up, ended)
-    warm.wait()
-    return _repeat(call, duration, ended)
 
 
 def _repeat(call: Callable[[], object], seconds: float, ended: threading.Event) -> tuple[float, float, np.ndarray]:

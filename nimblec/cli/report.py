@@ -99,7 +99,11 @@ def inspected(facts: Json) -> list[Table]:
         *_profiles(facts),
         _sizes(facts),
         _origin(facts),
-        *(made for program in facts["programs"] for made in _program(program)),
+        *(
+            made(program)
+            for program in facts["programs"]
+            for made in ((_commands, _schedule, _candidates) if program["schedule"] else (_commands,))
+        ),
         _modules(facts),
         _kernels(facts),
         _memory_map(facts),
@@ -112,7 +116,8 @@ def _origin(facts: Json) -> Table:
     made = table("Plan", "", "")
     made.show_header = False
     made.add_row("target", facts["target"])
-    made.add_row("made on", ", ".join(f"{_words(key)} {value}".strip() for key, value in facts["device"].items()))
+    name, *others = (f"{key.replace('_', ' ')} {value}" for key, value in facts["device"].items())
+    made.add_row("made on", ", ".join((name.removeprefix("name "), *others)))
     made.add_row("made by", facts["producer"])
     made.add_row("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
     if facts["is_stripped"]:
@@ -140,21 +145,12 @@ _OTHER_SIZES = {"exact": "refused", "padded": "padded", "split": "padded, larger
 """The treatment of calls of other sizes, by the fit of the program that serves least."""
 
 
-def _words(key: str) -> str:
-    return "" if key == "name" else key.replace("_", " ")
-
-
 def _sizes(facts: Json) -> Table:
     size = facts["sizes"]
     made = table("Sizes", "what", "bytes", "", right=("bytes", ""))
     for key, value in size.items():
         made.add_row(key, f"{value:,}", nbytes_text(value))
     return made
-
-
-def _program(program: Json) -> list[Table]:
-    made = [_commands(program)]
-    return [*made, _schedule(program), _candidates(program)] if program["schedule"] else made
 
 
 def _tensors(program: Json) -> Table:
@@ -256,14 +252,15 @@ def _weights(facts: Json) -> Table:
 def _state(facts: Json) -> Table:
     made = table("State", "name", "type", "bytes", "a run", right=("bytes",))
     rows = [
-        (_state_name(row), shape_text(row["dtype"], row["shape"]), f"{row['nbytes']:,}", _uses(row["uses"]))
+        (
+            row["name"] or "(scratch memory of kernels)",
+            shape_text(row["dtype"], row["shape"]),
+            f"{row['nbytes']:,}",
+            _uses(row["uses"]),
+        )
         for row in facts["state"]
     ]
     return capped(made, rows)
-
-
-def _state_name(row: Json) -> str:
-    return str(row["name"]) or "(scratch memory of kernels)"
 
 
 def _uses(uses: dict[str, str]) -> str:

@@ -1,6 +1,5 @@
 """``nimblec verify``."""
 
-import json
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from nimblec.cli import arguments, loading
 from nimblec.cli.command import Command
-from nimblec.cli.console import echo, echo_lines
+from nimblec.cli.console import echo, echo_json
 from nimblec.inspect import verification
 from nimblec.inspect.verification import Result
 from nimblert.errors import PlanError
@@ -127,8 +126,7 @@ def verify_plan(
     failed = [check for check in done if check.result is Result.FAILED]
     if as_json:
         found = [{"name": c.name, "result": c.result.name.lower(), "sentences": list(c.sentences)} for c in done]
-        facts = {"plan": str(plan), "passed": not failed, "checks": found}
-        echo_lines(json.dumps(facts, indent=2, ensure_ascii=False))
+        echo_json({"plan": str(plan), "passed": not failed, "checks": found})
     if failed:
         names = ", ".join(dict.fromkeys(check.name for check in failed))
         first = failed[0].sentences[0].removeprefix(f"{plan}: ")

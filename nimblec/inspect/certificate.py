@@ -55,7 +55,7 @@ def _candidate_problems(program: Program, record: ScheduleRecord) -> Iterator[st
 
 
 def _scheduled(program: Program, members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield for each member that another is before by streams and events (the last such one, it)."""
+    """Yield each member that streams and events order after others, behind the last of these."""
     ordered = order(program.commands)
     earlier = np.array(members, np.int64)
     for count, member in enumerate(members):
@@ -65,7 +65,7 @@ def _scheduled(program: Program, members: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _required(works: Sequence[Work], members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield for each member that another is before by the data (the last such one, it).
+    """Yield each member that the data order after others, behind the last of these.
 
     As far as a plan can tell: outside the arena no bytes serve two buffers, so all conflicting
     accesses keep their order. In the arena a write may start another buffer's turn, and orders

@@ -71,7 +71,10 @@ def _cpu_problem() -> str | None:
 
 def _gpu() -> Json:
     """Return the GPUs, the newest CUDA version and the version of the driver, and why there is no GPU, if so."""
-    found: Json = {"devices": [], "cuda": None, "driver": _kernel_driver(), "problem": None}
+    found: Json = {"devices": [], "cuda": None, "driver": None, "problem": None}
+    with suppress(OSError):
+        version = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+        found["driver"] = version and version[0]
     try:
         driver.initialise()
         devices = [driver.describe(ordinal) for ordinal in range(driver.count())]
@@ -91,14 +94,6 @@ def _gpu() -> Json:
     }
 
 
-def _kernel_driver() -> str | None:
-    """Return the version of NVIDIA's kernel module."""
-    with suppress(OSError):
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-        return found and found[0]
-    return None
-
-
 def _cache(name: str, path: str) -> Json:
     """Return where a cache is, its size and permissions, and why it cannot be used, if so."""
     try:
@@ -108,7 +103,9 @@ def _cache(name: str, path: str) -> Json:
     found: Json = {"name": name, "path": str(place), "nbytes": 0, "mode": None}
     problem: str | None
     try:
-        problem = ownership.problem(place.parent) or ownership.problem(place) or _unwritable(place)
+        nearest = next(path for path in (place, *place.parents) if path.exists())
+        unwritable = None if os.access(nearest, os.W_OK) else f"{nearest} cannot be written"
+        problem = ownership.problem(place.parent) or ownership.problem(place) or unwritable
         if place.exists():
             files = [place] if place.is_file() else [file for file in place.iterdir() if file.is_file()]
             found["mode"] = stat.filemode(place.stat().st_mode)
@@ -116,12 +113,6 @@ def _cache(name: str, path: str) -> Json:
     except OSError as exc:
         problem = exc.strerror
     return found | {"problem": problem}
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return a sentence where this user cannot write a file or a folder, or make it."""
-    nearest = next(place for place in (path, *path.parents) if place.exists())
-    return None if os.access(nearest, os.W_OK) else f"{nearest} cannot be written"
 
 
 def _extra(name: str, extra: Extra) -> Json:
@@ -152,10 +143,8 @@ def _name(requirement: str) -> str:
 
 def _satisfies(found: str, requirement: str) -> bool:
     """Return whether a version is within the bounds, >= and <, of a requirement."""
-    for operator, bound in re.findall(r"(>=|<)([\d.]+)", requirement):
-        if (_numbers(found) >= _numbers(bound)) != (operator == ">="):
-            return False
-    return True
+    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
+    return all((_numbers(found) >= _numbers(bound)) == (operator == ">=") for operator, bound in bounds)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from nimblec.inspect.timeline import Span, Timeline, kind, timeline, visible
-from nimblert.cuda.graph import Edge, edges
+from nimblert.cuda.graph import edges
 from nimblert.plan import Plan, Program
 
 _HUE_STEP = 0.381966
@@ -29,14 +29,11 @@ def dot(plan: Plan) -> str:
     ]
     for number, program in enumerate(plan.programs):
         lines.append(f"  subgraph cluster_{number} {{")
-        lines.append(f"    label={_quoted(_title(program))}")
+        title = f"program {program.name}: {program.stream_count} streams, {program.event_count} events"
+        lines.append(f"    label={_quoted(title)}")
         lines.extend(f"    {line}" for line in _program_lines(number, program, timeline(program)))
         lines.append("  }")
     return "\n".join([*lines, "}", ""])
-
-
-def _title(program: Program) -> str:
-    return f"program {program.name}: {program.stream_count} streams, {program.event_count} events"
 
 
 def _program_lines(number: int, program: Program, times: Timeline) -> Iterator[str]:
@@ -44,12 +41,17 @@ def _program_lines(number: int, program: Program, times: Timeline) -> Iterator[s
     for index, span in enumerate(times.spans):
         marks = f" {_CRITICAL}" if index in critical else ""
         label = _quoted(_label(program, span, measured=times.measured))
-        yield f"p{number}_{index} [label={label} fillcolor={_colour(span.work.stream)}{marks}]"
+        hue = span.work.stream * _HUE_STEP % 1
+        yield f'p{number}_{index} [label={label} fillcolor="{hue:.3f} 0.350 1.000"{marks}]'
     steps = frozenset(pairwise(times.critical_path))
     events = {(handover.source, handover.target): handover.event for handover in times.handovers}
     for target, before in enumerate(edges(program.commands)):
         for edge in before:
-            attributes = _attributes(edge, events.get((edge.source, target)))
+            event = events.get((edge.source, target))
+            if edge.programmatic:
+                attributes = ["style=dotted", 'label="programmatic"']
+            else:
+                attributes = [] if event is None else ["style=dashed", f'label="event {event}"']
             if (edge.source, target) in steps:
                 attributes.append(_CRITICAL)
             written = f" [{' '.join(attributes)}]" if attributes else ""
@@ -61,16 +63,6 @@ def _label(program: Program, span: Span, *, measured: bool) -> str:
     place = f"stream {span.work.stream}"
     lines.append(f"{place}, {span.duration_ns / 1000:g} us" if measured else place)
     return "\n".join(line for line in lines if line)
-
-
-def _attributes(edge: Edge, event: int | None) -> list[str]:
-    if edge.programmatic:
-        return ["style=dotted", 'label="programmatic"']
-    return [] if event is None else ["style=dashed", f'label="event {event}"']
-
-
-def _colour(stream: int) -> str:
-    return f'"{stream * _HUE_STEP % 1:.3f} 0.350 1.000"'
 
 
 def _quoted(text: str) -> str:

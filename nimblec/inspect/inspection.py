@@ -9,8 +9,6 @@ from nimblec.inspect.layers import by_layer
 from nimblec.inspect.parts import parts_of
 from nimblert.plan import (
     ITEM_NBYTES,
-    Access,
-    Command,
     Crop,
     Device,
     Fit,
@@ -19,12 +17,10 @@ from nimblert.plan import (
     Plan,
     Pointer,
     Program,
-    Record,
     Region,
     ScheduleRecord,
     Target,
     Tensor,
-    Wait,
     Weight,
     pieces,
 )
@@ -55,14 +51,14 @@ def describe(plan: Plan, *, file_nbytes: int) -> Json:
             {**_weight(weight), "uses": uses} for weight, uses in zip(plan.state, state_uses(plan), strict=True)
         ],
         "programs": [describe_program(plan, program) for program in plan.programs],
-        "refits": [_refit(refit) for refit in plan.refits],
+        "refits": [
+            {
+                "weights": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in refit.inputs],
+                "commands": len(refit.commands),
+            }
+            for refit in plan.refits
+        ],
     }
-
-
-def _refit(refit: Program) -> Json:
-    """Describe the weights of the model that can be replaced, and count the commands that make constants of them."""
-    weights = [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in refit.inputs]
-    return {"weights": weights, "commands": len(refit.commands)}
 
 
 def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
@@ -87,13 +83,11 @@ def sizes(plan: Plan, *, file_nbytes: int) -> dict[str, int]:
 
 def modules_by_origin(plan: Plan) -> dict[str, Json]:
     """Count the modules of each origin, and their bytes."""
-    origins = sorted({module.origin for module in plan.modules})
-    return {origin: _modules_of(plan, origin) for origin in origins}
-
-
-def _modules_of(plan: Plan, origin: str) -> Json:
-    code = [module.code.nbytes for module in plan.modules if module.origin == origin]
-    return {"count": len(code), "nbytes": sum(code)}
+    counts, nbytes = Counter[str](), Counter[str]()
+    for module in plan.modules:
+        counts[module.origin] += 1
+        nbytes[module.origin] += module.code.nbytes
+    return {origin: {"count": counts[origin], "nbytes": nbytes[origin]} for origin in sorted(counts)}
 
 
 def kernels_by_origin(plan: Plan) -> list[Json]:
@@ -167,11 +161,12 @@ def describe_program(plan: Plan, program: Program) -> Json:
     """Return the part of `describe` that is about one program; it may be a body."""
     golden = program.golden
     cropped = {work.output for _, work in program.work if isinstance(work, Crop)}
+    fits = program.fits or (Fit.EXACT,) * len(program.profile)
     return {
         "name": program.name,
         "entry": program.entry,
         "profile": dict(program.profile),
-        "fits": _fits(program),
+        "fits": {name: fit.name.lower() for (name, _), fit in zip(program.profile, fits, strict=True)},
         "role": program.role.name.lower(),
         "inputs": [_tensor(tensor) for tensor in program.inputs],
         "outputs": [{**_tensor(t), "is_bound": i in cropped} for i, t in enumerate(program.outputs)],
@@ -192,12 +187,6 @@ def describe_program(plan: Plan, program: Program) -> Json:
         "golden": None if golden is None else {"seed": golden.seed, "tolerance": golden.tolerance},
         "schedule": None if program.schedule is None else _schedule(program, program.schedule),
     }
-
-
-def _fits(program: Program) -> dict[str, str]:
-    """Return the calls that a program serves, by dimension."""
-    fits = program.fits or (Fit.EXACT,) * len(program.profile)
-    return {name: fit.name.lower() for (name, _), fit in zip(program.profile, fits, strict=True)}
 
 
 def _schedule(program: Program, record: ScheduleRecord) -> Json:
@@ -229,25 +218,16 @@ def arena_map(program: Program) -> list[Json]:
     In ascending order of offset; ranges overlap where buffers take turns in the same bytes.
     """
     spans: dict[tuple[int, int], tuple[int, int]] = {}
-    for index, command in enumerate(program.commands):
-        for pointer, nbytes in _touched(command):
-            if pointer.region is Region.ARENA:
-                first, _ = spans.get((pointer.offset, nbytes), (index, index))
-                spans[pointer.offset, nbytes] = (first, index)
+    for index, work in program.work:
+        for access in (*pieces.reads(work), *pieces.writes(work)):
+            if access.pointer.region is Region.ARENA:
+                place = access.pointer.offset, access.nbytes
+                first, _ = spans.get(place, (index, index))
+                spans[place] = (first, index)
     return [
         {"offset": offset, "nbytes": nbytes, "first_command": first, "last_command": last}
         for (offset, nbytes), (first, last) in sorted(spans.items())
     ]
-
-
-def _touched(command: Command) -> list[tuple[Pointer, int]]:
-    if isinstance(command, Record | Wait):
-        return []
-    return [(access.pointer, access.nbytes) for access in (*pieces.reads(command), *pieces.writes(command))]
-
-
-Span = tuple[int, int]
-"""The first byte in the STATE region, and the one after the last."""
 
 
 def state_uses(plan: Plan) -> list[dict[str, str]]:
@@ -264,7 +244,12 @@ def _use(program: Program, tensor: Weight) -> str | None:
     found = None
     for _, work in program.work:
         reads, writes = (
-            any(first < end and start < last for first, last in map(_span, accesses))
+            any(
+                access.pointer.region is Region.STATE
+                and access.pointer.offset < end
+                and start < access.pointer.offset + access.nbytes
+                for access in accesses
+            )
             for accesses in (pieces.reads(work), pieces.writes(work))
         )
         if writes and isinstance(work, Memcpy):
@@ -274,9 +259,3 @@ def _use(program: Program, tensor: Weight) -> str | None:
         elif reads and found is None:
             found = "read"
     return found
-
-
-def _span(access: Access) -> Span:
-    """Return the bytes of the state that an access touches."""
-    start = access.pointer.offset
-    return (start, start + access.nbytes) if access.pointer.region is Region.STATE else (0, 0)

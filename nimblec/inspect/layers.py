@@ -1,6 +1,6 @@
 """The work of a program by layer of the model, of a training step also by phase: forward, backward and update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -104,16 +104,12 @@ def _share(work: Work, part: Part, duration_ns: int) -> Share:
 def _groups(plan: Plan, program: Program) -> list[Group]:
     """Return the group of each op; empty where no op names its layer."""
     found = [places(op.source) for op in program.ops]
-    if any(place.phase is not Phase.FORWARD for place in _all(found)):
+    if any(place.phase is not Phase.FORWARD for of in found for place in of):
         return [_group(of) if op.source else ((), ()) for op, of in zip(program.ops, found, strict=True)]
     layers = [[_layer(plan, place.layer) for place in of] for of in found]
     if not any(any(of) for of in layers):
         return []
     return [(tuple(dict.fromkeys(layer for layer in of if layer is not None)), ()) for of in layers]
-
-
-def _all(found: Sequence[tuple[Place, ...]]) -> Iterator[Place]:
-    return (place for of in found for place in of)
 
 
 def _group(of: tuple[Place, ...]) -> Group:

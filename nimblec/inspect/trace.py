@@ -6,7 +6,7 @@ The format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA
 from collections.abc import Iterator
 
 from nimblec.inspect.inspection import Json, pointer_text
-from nimblec.inspect.timeline import Handover, Span, Timeline, kind, timeline
+from nimblec.inspect.timeline import Span, Timeline, kind, timeline
 from nimblert.plan import Crop, Dim3, Launch, Memcpy, Memset, Plan, Program, Switch, While
 
 
@@ -38,7 +38,11 @@ def _program_events(plan: Plan, process: int, program: Program, times: Timeline)
     for index, span in enumerate(times.spans):
         yield _slice(process, program, span, {**arguments(plan, program, span), "on critical path": index in critical})
     for number, handover in enumerate(times.handovers):
-        yield from _arrow(process, f"{process}.{number}", handover, times)
+        # Each end of an arrow belongs to the slice that its time lies in: [start, end).
+        source, target = times.spans[handover.source], times.spans[handover.target]
+        shared = {"name": f"event {handover.event}", "cat": "event", "id": f"{process}.{number}", "pid": process}
+        yield {**shared, "ph": "s", "tid": source.work.stream, "ts": (source.end_ns - 1) / 1000}
+        yield {**shared, "ph": "f", "bp": "e", "tid": target.work.stream, "ts": target.start_ns / 1000}
 
 
 def _metadata(name: str, process: int, arguments: Json, *, thread: int = 0) -> Json:
@@ -56,14 +60,6 @@ def _slice(process: int, program: Program, span: Span, facts: Json) -> Json:
         "dur": span.duration_ns / 1000,
         "args": facts,
     }
-
-
-def _arrow(process: int, identity: str, handover: Handover, times: Timeline) -> Iterator[Json]:
-    """Yield both ends of an arrow. Each end belongs to the slice that its time lies in: [start, end)."""
-    source, target = times.spans[handover.source], times.spans[handover.target]
-    shared = {"name": f"event {handover.event}", "cat": "event", "id": identity, "pid": process}
-    yield {**shared, "ph": "s", "tid": source.work.stream, "ts": (source.end_ns - 1) / 1000}
-    yield {**shared, "ph": "f", "bp": "e", "tid": target.work.stream, "ts": target.start_ns / 1000}
 
 
 def arguments(plan: Plan, program: Program, span: Span) -> Json:

@@ -72,7 +72,12 @@ def verify(path: Path, trust: Trust | None = None, weights: Path | None = None) 
 
 def _checks(plan: Plan) -> Iterator[Check]:
     """Check a plan that follows the rules, and run it if this machine can."""
-    yield _judged("hazards", _hazards(plan), "conflicting accesses are ordered, also between buffers that share memory")
+    found = (
+        f"program {program.name!r}: {hazard}"
+        for program in (*plan.programs, *plan.refits)
+        for hazard in hazards.hazards(program, target=plan.target, bodies=plan.bodies)
+    )
+    yield _judged("hazards", found, "conflicting accesses are ordered, also between buffers that share memory")
     for program in plan.programs:
         yield _schedule(plan, program)
     yield _symbols(plan)
@@ -92,12 +97,6 @@ def _passed(name: str, sentence: str) -> Check:
 def _judged(name: str, problems: Iterable[str], sentence: str) -> Check:
     found = tuple(problems)
     return Check(name=name, result=Result.FAILED, sentences=found) if found else _passed(name, sentence)
-
-
-def _hazards(plan: Plan) -> Iterator[str]:
-    for program in (*plan.programs, *plan.refits):
-        for hazard in hazards.hazards(program, target=plan.target, bodies=plan.bodies):
-            yield f"program {program.name!r}: {hazard}"
 
 
 def _schedule(plan: Plan, program: Program) -> Check:

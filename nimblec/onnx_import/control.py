@@ -68,7 +68,10 @@ def _recorded_branch(
     def values(graph: GraphProto, inner: Recorder) -> list[Tensor]:
         made = _body_values(walk, inner, graph, (), scope, frame)
         found.append(made)
-        return [_padded(value, sizes) for value, sizes in zip(made, larger, strict=True)] if larger else made
+        for i, sizes in enumerate(larger):
+            missing = [size - own for size, own in zip(sizes, made[i].shape, strict=True)]
+            made[i] = torch.constant_pad_nd(made[i], [n for size in reversed(missing) for n in (0, size)], 0)
+        return made
 
     branches = [partial(values, attributes[name]) for name in ("else_branch", "then_branch")]
     try:
@@ -90,11 +93,6 @@ def _recorded_branch(
                 own[axis] = counts[sizes]
         counted_values.append(counted(result, own))
     return counted_values
-
-
-def _padded(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    missing = [size - own for size, own in zip(sizes, value.shape, strict=True)]
-    return torch.constant_pad_nd(value, [n for size in reversed(missing) for n in (0, size)], 0)
 
 
 def _body_values(

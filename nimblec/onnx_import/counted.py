@@ -1,4 +1,4 @@
-"""What operators make of values of unknown length: of tensors of the bound, whose rest is masked where it matters."""
+"""Evaluate operators on values of unknown length: tensors of the bound, with the rest masked where it matters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nimblec.onnx_ops.arithmetic import UNARY
+from nimblec.onnx_ops.arithmetic import BINARY, UNARY
 from nimblec.onnx_ops.axes import axes_of, axis_of
 from nimblec.onnx_ops.counted import Counted, Range, counted, counts_of, range_of, with_range
 from nimblec.onnx_ops.shape import slice_of
@@ -399,13 +399,10 @@ def _suppression(use: Use) -> Value:
 
 
 ELEMENTWISE = (
-    *UNARY,
-    "Abs", "Add", "And", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Celu", "Clip",
-    "Div", "Elu", "Equal", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf",
-    "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Max", "Mean", "Min", "Mish", "Mod", "Mul", "Neg", "Not", "Or",
-    "PRelu", "Pow", "Relu", "Selu", "Sigmoid", "Sign", "Sinh", "Softplus", "Softsign", "Sub", "Sum", "Swish", "Tanh",
-    "ThresholdedRelu", "Where", "Xor",
-)
+    *UNARY, *BINARY, "Abs", "BitShift", "BitwiseNot", "Cast", "Celu", "Clip", "Div", "Elu", "Gelu", "HardSigmoid",
+    "Identity", "IsInf", "LeakyRelu", "Max", "Mean", "Min", "Mod", "PRelu", "Pow", "Selu", "Sign", "Softsign", "Sum",
+    "Swish", "ThresholdedRelu", "Where",
+)  # fmt: skip
 
 Rule: TypeAlias = Callable[[Use], Any]
 

@@ -107,7 +107,10 @@ def load(path: str | PathLike[str], *, external_data: bool = True) -> ModelProto
         raise CompileError(f"{path}: damaged: a name in it is not UTF-8")
     _check_opsets(model)
     check_operators(model)
-    _check_sizes(model, path)
+    for tensor in tensors(model):
+        if any(size < 0 for size in tensor.dims):
+            shape = "x".join(map(str, tensor.dims))
+            raise CompileError(f"{path}: damaged: tensor {tensor.name!r} has the shape {shape}")
     check_functions(model)
     check_external_data(model, path)
     drop_omitted_tails(model)
@@ -169,7 +172,8 @@ def check_operators(model: ModelProto) -> None:
     unknown = []
     for node in _all_nodes(model):
         domain = plain_domain(node.domain)
-        if (domain, node.op_type) in functions or _is_runtimes_own(domain, node.op_type):
+        is_runtimes_own = domain in _RUNTIME_DOMAINS or (not domain and node.op_type in _RUNTIME_OPERATORS)
+        if (domain, node.op_type) in functions or is_runtimes_own:
             continue
         if domain not in _SCHEMA_DOMAINS or not _has_schema(node.op_type, versions.get(domain, 1), domain):
             full = f"{domain}.{node.op_type}" if domain else node.op_type
@@ -177,10 +181,6 @@ def check_operators(model: ModelProto) -> None:
             unknown.append(f"node {node_name(node)!r}: unknown operator {full} (opset {opset})")
     if unknown:
         raise UnsupportedModelError("; ".join(unknown))
-
-
-def _is_runtimes_own(domain: str, op_type: str) -> bool:
-    return domain in _RUNTIME_DOMAINS or (not domain and op_type in _RUNTIME_OPERATORS)
 
 
 def _has_schema(op_type: str, version: int, domain: str) -> bool:
@@ -221,13 +221,6 @@ def tensors(model: ModelProto) -> Iterator[TensorProto]:
             yield from attribute.tensors
     for graph in graphs:
         yield from graph.initializer
-
-
-def _check_sizes(model: ModelProto, path: Path) -> None:
-    for tensor in tensors(model):
-        if any(size < 0 for size in tensor.dims):
-            shape = "x".join(map(str, tensor.dims))
-            raise CompileError(f"{path}: damaged: tensor {tensor.name!r} has the shape {shape}")
 
 
 def _tensor(role: str, value: ValueInfoProto) -> ModelTensor:

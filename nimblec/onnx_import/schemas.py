@@ -36,19 +36,19 @@ def body(schema: Any, proto: NodeProto, inputs: Sequence[Any], opset: int) -> Fu
     else:
         versions = schema.context_dependent_function_opset_versions
         chosen = max([v for v in versions if v <= opset] or versions)
-        types = [_type_proto(value).SerializeToString() for value in inputs]
+        numbers = {dtype: number for number, dtype in ELEMENT_TYPES.items()}
+        protos = (
+            onnx.helper.make_tensor_type_proto(numbers[value.dtype], tuple(value.shape))
+            if isinstance(value, Tensor)
+            else onnx.TypeProto()
+            for value in inputs
+        )
+        types = [proto.SerializeToString() for proto in protos]
         node = proto.SerializeToString()
         serialized = schema.get_context_dependent_function_with_opset_version(chosen, node, types)
     function = FunctionProto()
     function.ParseFromString(serialized)
     return function
-
-
-def _type_proto(value: Any) -> onnx.TypeProto:
-    if not isinstance(value, Tensor):
-        return onnx.TypeProto()
-    number = next(number for number, dtype in ELEMENT_TYPES.items() if dtype == value.dtype)
-    return onnx.helper.make_tensor_type_proto(number, tuple(value.shape))
 
 
 @lru_cache(maxsize=4096)

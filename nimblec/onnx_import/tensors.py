@@ -45,17 +45,12 @@ def tensor_of(proto: TensorProto) -> Tensor:
     except (ValueError, TypeError, RuntimeError, OSError) as exc:
         raise UnsupportedModelError(f"tensor '{proto.name}': its data do not fit its shape ({exc})") from exc
     if dtype is None:
-        return _widened(array, proto.data_type)
+        tensor = torch.from_numpy(array.astype(NARROW[proto.data_type]))
+        setattr(tensor, _MARK, TensorProto.DataType.Name(proto.data_type))
+        return tensor
     if dtype == torch.bfloat16:
         return _from_array(array.view(np.int16)).view(torch.bfloat16)
     return _from_array(array)
-
-
-def _widened(array: np.ndarray, element_type: int) -> Tensor:
-    """Return narrow numbers in a wider dtype, marked with their element type."""
-    tensor = torch.from_numpy(array.astype(NARROW[element_type]))
-    setattr(tensor, _MARK, TensorProto.DataType.Name(element_type))
-    return tensor
 
 
 def narrow_type(value: Any) -> str | None:

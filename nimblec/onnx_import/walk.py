@@ -9,7 +9,7 @@ from onnx import FunctionProto, ModelProto, NodeProto
 from torch import Tensor
 
 from nimblec import onnx_ops  # noqa: F401 - the first fills the table
-from nimblec.base.errors import UnsupportedModelError
+from nimblec.base.errors import UnsupportedModelError, first_line
 from nimblec.graph.recorder import Recorder
 from nimblec.onnx_import import counted, schemas
 from nimblec.onnx_import.control import CONTROL
@@ -61,7 +61,7 @@ class Walk:
             except (Refused, UnsupportedModelError, *MODEL_ERRORS) as exc:
                 opset = frame.opsets.get(plain_domain(proto.domain), "?")
                 inside = f" in {frame.within}" if frame.within else ""
-                problem = f"{describe(proto)}{inside} (opset {opset}): {_sentence(exc)}"
+                problem = f"{describe(proto)}{inside} (opset {opset}): {first_line(exc) or type(exc).__name__}"
                 self.problems += [problem] if problem not in self.problems else []
                 outputs = [FAILED] * len(proto.output)
             scope.update({name: value for name, value in zip(proto.output, outputs, strict=False) if name})
@@ -179,12 +179,6 @@ def _lookup(name: str, scope: Scope) -> Any:
         return scope[name]
     except KeyError:
         raise Refused(f"no earlier node makes its input '{name}'") from None
-
-
-def _sentence(exc: BaseException) -> str:
-    """Return the first line of an error, which is what torch says about shapes and dtypes."""
-    text = str(exc).strip()
-    return text.splitlines()[0] if text else type(exc).__name__
 
 
 def _check_dtypes(domain: str, proto: NodeProto, opset: int, inputs: Sequence[Any]) -> None:

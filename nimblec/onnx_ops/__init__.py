@@ -3,56 +3,8 @@
 Importing this package fills the table of `nimblec.onnx_ops.table`.
 """
 
-from nimblec.onnx_ops import (
-    activation,
-    arithmetic,
-    attention,
-    comparison,
-    convolution,
-    creation,
-    indexing,
-    legacy,
-    linear,
-    loss,
-    microsoft,
-    microsoft_quantized,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resize,
-    sequence,
-    shape,
-    signal,
-    suppression,
-    text,
-    vision,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "activation",
-    "arithmetic",
-    "attention",
-    "comparison",
-    "convolution",
-    "creation",
-    "indexing",
-    "legacy",
-    "linear",
-    "loss",
-    "microsoft",
-    "microsoft_quantized",
-    "normalization",
-    "pooling",
-    "quantization",
-    "recurrent",
-    "reduction",
-    "resize",
-    "sequence",
-    "shape",
-    "signal",
-    "suppression",
-    "text",
-    "vision",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -8,34 +8,9 @@ from nimblec.onnx_ops.axes import axis_of, zero_like
 from nimblec.onnx_ops.table import Refused, op
 
 
-@op("Relu")
-def relu(x: Tensor) -> Tensor:
-    return torch.relu(x)
-
-
-@op("Sigmoid")
-def sigmoid(x: Tensor) -> Tensor:
-    return torch.sigmoid(x)
-
-
-@op("Tanh")
-def tanh(x: Tensor) -> Tensor:
-    return torch.tanh(x)
-
-
-@op("Softplus")
-def softplus(x: Tensor) -> Tensor:
-    return functional.softplus(x)
-
-
 @op("Softsign")
 def softsign(x: Tensor) -> Tensor:
     return x / (1 + torch.abs(x))
-
-
-@op("Mish", since=18)
-def mish(x: Tensor) -> Tensor:
-    return functional.mish(x)
 
 
 @op("LeakyRelu")
@@ -73,11 +48,6 @@ def thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
 @op("HardSigmoid")
 def hard_sigmoid(x: Tensor, *, alpha: float = 0.20000000298023224, beta: float = 0.5) -> Tensor:
     return torch.clamp(x * alpha + beta, 0, 1)
-
-
-@op("HardSwish", since=14)
-def hard_swish(x: Tensor) -> Tensor:
-    return functional.hardswish(x)
 
 
 @op("Gelu", since=20)

@@ -1,49 +1,91 @@
-"""Element-wise arithmetic."""
+"""Element-wise arithmetic, comparisons and logic."""
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from nimblec.onnx_ops.axes import zero_like
 from nimblec.onnx_ops.table import Refused, op
 from nimblec.onnx_ops.unsigned import SIGNED, bitwise, by_value, divide_uint64, not_zero, ordered
 
-UNARY = {
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
-    "Log": torch.log,
-    "Reciprocal": torch.reciprocal,
-    "Round": torch.round,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
+Function = Callable[..., Tensor]
+
+
+def _ordered(function: Function) -> Function:
+    """Compare unsigned tensors by signed ones in the same order."""
+    return lambda a, b: function(ordered(a), ordered(b))
+
+
+UNARY: dict[str, tuple[int, Function]] = {
+    "Acos": (1, torch.acos),
+    "Acosh": (1, torch.acosh),
+    "Asin": (1, torch.asin),
+    "Asinh": (1, torch.asinh),
+    "Atan": (1, torch.atan),
+    "Atanh": (1, torch.atanh),
+    "Ceil": (1, torch.ceil),
+    "Cos": (1, torch.cos),
+    "Cosh": (1, torch.cosh),
+    "Erf": (1, torch.erf),
+    "Exp": (1, torch.exp),
+    "Floor": (1, torch.floor),
+    "HardSwish": (14, functional.hardswish),
+    "IsNaN": (9, torch.isnan),
+    "Log": (1, torch.log),
+    "Mish": (18, functional.mish),
+    "Neg": (1, torch.neg),
+    "Not": (1, torch.logical_not),
+    "Reciprocal": (1, torch.reciprocal),
+    "Relu": (1, torch.relu),
+    "Round": (1, torch.round),
+    "Sigmoid": (1, torch.sigmoid),
+    "Sin": (1, torch.sin),
+    "Sinh": (1, torch.sinh),
+    "Softplus": (1, functional.softplus),
+    "Sqrt": (1, torch.sqrt),
+    "Tan": (1, torch.tan),
+    "Tanh": (1, torch.tanh),
 }
+"""The operators of one input without attributes, each with its first opset."""
+
+BINARY: dict[str, tuple[int, Function]] = {
+    "Add": (7, bitwise(torch.add)),
+    "And": (7, torch.logical_and),
+    "BitwiseAnd": (18, bitwise(torch.bitwise_and)),
+    "BitwiseOr": (18, bitwise(torch.bitwise_or)),
+    "BitwiseXor": (18, bitwise(torch.bitwise_xor)),
+    "Equal": (7, bitwise(torch.eq)),
+    "Greater": (7, _ordered(torch.gt)),
+    "GreaterOrEqual": (12, _ordered(torch.ge)),
+    "Less": (7, _ordered(torch.lt)),
+    "LessOrEqual": (12, _ordered(torch.le)),
+    "Mul": (7, bitwise(torch.mul)),
+    "Or": (7, torch.logical_or),
+    "Sub": (7, bitwise(torch.sub)),
+    "Xor": (7, torch.logical_xor),
+}
+"""Those of two inputs."""
 
 
-def _enter_unary(name: str) -> None:
-    function = UNARY[name]
+def _enter(name: str) -> None:
+    since, function = (UNARY | BINARY)[name]
 
-    @op(name)
     def unary(x: Tensor) -> Tensor:
         return function(x)
 
+    def binary(a: Tensor, b: Tensor) -> Tensor:
+        return function(a, b)
 
-for _name in UNARY:
-    _enter_unary(_name)
+    op(name, since=since)(unary if name in UNARY else binary)
+
+
+for _name in (*UNARY, *BINARY):
+    _enter(_name)
 
 
 @op("Identity")
@@ -56,34 +98,11 @@ def absolute(x: Tensor) -> Tensor:
     return x if not x.dtype.is_signed else torch.abs(x)
 
 
-@op("Neg")
-def negative(x: Tensor) -> Tensor:
-    return torch.neg(x)
-
-
 @op("Sign")
 def sign(x: Tensor) -> Tensor:
     if not x.dtype.is_signed:
         return not_zero(x).to(x.dtype)
     return torch.where(torch.isnan(x), x, torch.sign(x)) if x.dtype.is_floating_point else torch.sign(x)
-
-
-@op("Add", since=7)
-@bitwise
-def add(a: Tensor, b: Tensor) -> Tensor:
-    return torch.add(a, b)
-
-
-@op("Sub", since=7)
-@bitwise
-def subtract(a: Tensor, b: Tensor) -> Tensor:
-    return torch.sub(a, b)
-
-
-@op("Mul", since=7)
-@bitwise
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mul(a, b)
 
 
 @op("Div", since=7)
@@ -99,7 +118,7 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
 @op("Mod", since=10)
 def modulo(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
     if a.dtype == torch.uint64:
-        return subtract(a, multiply(divide_uint64(a, b), b))
+        return bitwise(lambda a, quotient, b: a - quotient * b)(a, divide_uint64(a, b), b)
     return _modulo(a, b, fmod)
 
 
@@ -145,6 +164,22 @@ def _smaller(a: Tensor, b: Tensor) -> Tensor:
 def choose(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return ``x`` where the condition holds, else ``y``, for every dtype."""
     return torch.where(condition, x, y)
+
+
+@op("IsInf", since=10)
+def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    if detect_negative and detect_positive:
+        return torch.isinf(x)
+    if detect_positive:
+        return torch.eq(x, float("inf"))
+    if detect_negative:
+        return torch.eq(x, float("-inf"))
+    return torch.zeros_like(x, dtype=torch.bool)
+
+
+@op("Where", since=9)
+def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return choose(condition, x, y)
 
 
 @op("Sum", since=6)
@@ -205,24 +240,6 @@ def _shift_uint64(x: Tensor, y: Tensor, direction: str) -> Tensor:
         low_bits = (torch.tensor((1 << 63) - 1) >> (amount - 1).clamp(min=0))
         shifted = torch.where(amount == 0, word, (word >> amount) & low_bits)
     return torch.where(inside, shifted, zero_like(shifted)).view(torch.uint64)
-
-
-@op("BitwiseAnd", since=18)
-@bitwise
-def bitwise_and(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_and(a, b)
-
-
-@op("BitwiseOr", since=18)
-@bitwise
-def bitwise_or(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_or(a, b)
-
-
-@op("BitwiseXor", since=18)
-@bitwise
-def bitwise_xor(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_xor(a, b)
 
 
 @op("BitwiseNot", since=18)

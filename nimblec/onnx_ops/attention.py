@@ -41,41 +41,6 @@ def scaled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 @op("Attention", since=23)
-def attention_23(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    *,
-    node: Node,
-    is_causal: int = 0,
-    kv_num_heads: int | None = None,
-    q_num_heads: int | None = None,
-    qk_matmul_output_mode: int = 0,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    softmax_precision: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return attention(
-        q,
-        k,
-        v,
-        attn_mask,
-        past_key,
-        past_value,
-        node=node,
-        is_causal=is_causal,
-        kv_num_heads=kv_num_heads,
-        q_num_heads=q_num_heads,
-        scale=scale,
-        softcap=softcap,
-        softmax_precision=softmax_precision,
-    )
-
-
-@op("Attention", since=24)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,9 @@ def call(operator: Operator, node: Node, inputs: Sequence[Any], attributes: Mapp
     keywords = _bind_attributes(operator, attributes)
     if operator.node_parameter is not None:
         keywords[operator.node_parameter] = node
+    if operator.group is not None:
+        parameter, kind = operator.group
+        keywords[parameter] = kind(**{field.name: keywords.pop(field.name) for field in fields(kind)})
     return operator.function(*positional, **keywords)
 
 

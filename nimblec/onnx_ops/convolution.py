@@ -1,6 +1,7 @@
 """Convolutions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,36 +41,35 @@ def pad_spatial(x: Tensor, before: Sequence[int], after: Sequence[int], value: f
     return functional.pad(x, pairs, value=value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The attributes that all convolutions have."""
+
+    auto_pad: str = "NOTSET"
+    dilations: Ints | None = None
+    group: int = 1
+    kernel_shape: Ints | None = None
+    pads: Ints | None = None
+    strides: Ints | None = None
+
+    def along(self, x: Tensor, w: Tensor) -> tuple[Ints, Ints, Ints]:
+        """Return kernel, strides and dilations along each spatial axis; raise `Refused` where they do not fit."""
+        kernel, rank = tuple(w.shape[2:]), x.dim() - 2
+        if not 1 <= rank <= 3 or len(kernel) != rank:
+            raise Refused(f"input of {x.dim()} and weights of {w.dim()} dimensions; expected 3 to 5 of both")
+        if self.kernel_shape not in (None, kernel):
+            raise Refused(f"attribute 'kernel_shape' is {self.kernel_shape}; the weights have {kernel}")
+        return kernel, repeated(self.strides, rank, 1, "strides"), repeated(self.dilations, rank, 1, "dilations")
+
+
 @op("Conv")
-def convolution(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
-) -> Tensor:
-    kernel, rank = _kernel(x, w, kernel_shape)
-    strides = repeated(strides, rank, 1, "strides")
-    dilations = repeated(dilations, rank, 1, "dilations")
-    before, after = padding_of(auto_pad, pads, x.shape[2:], kernel, strides, dilations)
+def convolution(x: Tensor, w: Tensor, b: Tensor | None = None, *, geometry: Geometry) -> Tensor:
+    kernel, strides, dilations = geometry.along(x, w)
+    zeros = (0,) * len(kernel)
+    before, after = padding_of(geometry.auto_pad, geometry.pads, x.shape[2:], kernel, strides, dilations)
     if before != after or min(before, default=0) < 0:
-        x, before = pad_spatial(x, before, after), (0,) * rank
-    return torch.ops.aten.convolution(x, w, b, strides, before, dilations, False, [0] * rank, group)
-
-
-def _kernel(x: Tensor, w: Tensor, kernel_shape: Ints | None) -> tuple[Ints, int]:
-    kernel = tuple(w.shape[2:])
-    rank = x.dim() - 2
-    if not 1 <= rank <= 3 or len(kernel) != rank:
-        raise Refused(f"input of {x.dim()} and weights of {w.dim()} dimensions; expected 3 to 5 of both")
-    if kernel_shape not in (None, kernel):
-        raise Refused(f"attribute 'kernel_shape' is {kernel_shape}; the weights have {kernel}")
-    return kernel, rank
+        x, before = pad_spatial(x, before, after), zeros
+    return torch.ops.aten.convolution(x, w, b, strides, before, dilations, False, zeros, geometry.group)
 
 
 @op("ConvTranspose")
@@ -78,18 +78,12 @@ def transposed_convolution(
     w: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
+    geometry: Geometry,
     output_padding: Ints | None = None,
     output_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
 ) -> Tensor:
-    kernel, rank = _kernel(x, w, kernel_shape)
-    strides = repeated(strides, rank, 1, "strides")
-    dilations = repeated(dilations, rank, 1, "dilations")
+    kernel, strides, dilations = geometry.along(x, w)
+    rank, auto_pad, group = len(kernel), geometry.auto_pad, geometry.group
     extra = repeated(output_padding, rank, 0, "output_padding")
     full = [
         (length - 1) * stride + (k - 1) * dilation + 1
@@ -99,7 +93,7 @@ def transposed_convolution(
         wanted = output_shape or [length * s for length, s in zip(x.shape[2:], strides, strict=True)]
         before, after = _crop_to(full, wanted[-rank:], extra, auto_pad)
     else:
-        before, after = padding_of(auto_pad, pads, x.shape[2:], kernel, strides, dilations)
+        before, after = padding_of(auto_pad, geometry.pads, x.shape[2:], kernel, strides, dilations)
     symmetric = before == after and min(before, default=0) >= 0
     if symmetric and all(e < max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return torch.ops.aten.convolution(x, w, b, strides, before, dilations, True, extra, group)
@@ -125,25 +119,11 @@ def convolution_integer(
     x_zero_point: Tensor | None = None,
     w_zero_point: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
+    geometry: Geometry,
 ) -> Tensor:
     if w_zero_point is not None and w_zero_point.numel() > 1:
         w_zero_point = w_zero_point.reshape([-1] + [1] * (w.dim() - 1))
-    y = convolution(
-        centered(x, x_zero_point, 0),
-        centered(w, w_zero_point, 0),
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    y = convolution(centered(x, x_zero_point, 0), centered(w, w_zero_point, 0), geometry=geometry)
     return y.to(torch.int32)
 
 

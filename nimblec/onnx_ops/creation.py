@@ -65,12 +65,7 @@ def constant_of_shape(input: Tensor, *, node: Node, value: Known | None = None) 
 
 
 @op("Range", since=11)
-def arange(start: Tensor, limit: Tensor, delta: Tensor, *, node: Node) -> Tensor | Counted:
-    return arange_stashed(start, limit, delta, node=node)
-
-
-@op("Range", since=27)
-def arange_stashed(
+def arange(
     start: Tensor, limit: Tensor, delta: Tensor, *, node: Node, stash_type: int = 1
 ) -> Tensor | Counted:
     dtype = start.dtype
@@ -108,34 +103,12 @@ def eye_like(x: Description, *, dtype: int | None = None, k: int = 0) -> Tensor:
 
 
 @op("Cast", since=6)
-def cast(x: Tensor, *, to: int) -> Tensor:
-    return convert(x, dtype_of(to))
-
-
-@op("Cast", since=19)
-def cast_saturating(x: Tensor, *, saturate: int = 1, to: int) -> Tensor:
-    return convert(x, dtype_of(to))
-
-
-@op("Cast", since=24)
-def cast_rounding(x: Tensor, *, round_mode: str = "up", saturate: int = 1, to: int) -> Tensor:
+def cast(x: Tensor, *, round_mode: str = "up", saturate: int = 1, to: int) -> Tensor:
     return convert(x, dtype_of(to))
 
 
 @op("CastLike", since=15)
-def cast_like(x: Tensor, target_type: Description) -> Tensor:
-    return convert(x, target_type.dtype)
-
-
-@op("CastLike", since=19)
-def cast_like_saturating(x: Tensor, target_type: Description, *, saturate: int = 1) -> Tensor:
-    return convert(x, target_type.dtype)
-
-
-@op("CastLike", since=24)
-def cast_like_rounding(
-    x: Tensor, target_type: Description, *, round_mode: str = "up", saturate: int = 1
-) -> Tensor:
+def cast_like(x: Tensor, target_type: Description, *, round_mode: str = "up", saturate: int = 1) -> Tensor:
     return convert(x, target_type.dtype)
 
 

@@ -58,13 +58,8 @@ def _flat_index(indices: Tensor, shape: Ints) -> Tensor:
 
 
 @op("GatherND", since=11)
-def gather_nd(data: Tensor, indices: Tensor) -> Tensor:
-    return gather_nd_batched(data, indices)
-
-
-@op("GatherND", since=12)
 @bitwise
-def gather_nd_batched(data: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
+def gather_nd(data: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     depth = indices.shape[-1]
     if not 0 <= batch_dims < min(data.dim(), indices.dim()) or batch_dims + depth > data.dim():
         raise Refused(f"indices of shape {tuple(indices.shape)} do not fit data of {data.dim()} dimensions")
@@ -101,13 +96,12 @@ def _scatter_signed(data: Tensor, axis: int, index: Tensor, updates: Tensor, how
 
 
 @op("Scatter", since=9)
+def scatter(data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0) -> Tensor:
+    return scatter_elements(data, indices, updates, axis=axis)
+
+
 @op("ScatterElements", since=11)
-def scatter_elements(data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0) -> Tensor:
-    return scatter_elements_reduced(data, indices, updates, axis=axis)
-
-
-@op("ScatterElements", since=16)
-def scatter_elements_reduced(
+def scatter_elements(
     data: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none"
 ) -> Tensor:
     axis = axis_of(axis, data.dim())
@@ -116,12 +110,7 @@ def scatter_elements_reduced(
 
 
 @op("ScatterND", since=11)
-def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return scatter_nd_reduced(data, indices, updates)
-
-
-@op("ScatterND", since=16)
-def scatter_nd_reduced(data: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
     how = _reduction(reduction)
     depth = indices.shape[-1]
     if depth > data.dim():
@@ -171,11 +160,6 @@ def top_k_attribute(x: Tensor, *, axis: int = -1, k: int) -> tuple[Tensor | Coun
 
 
 @op("TopK", since=10)
-def top_k_input(x: Tensor, k: Tensor, *, axis: int = -1) -> tuple[Tensor | Counted, ...]:
-    return top_k(x, k, axis=axis)
-
-
-@op("TopK", since=11)
 def top_k(
     x: Tensor, k: Tensor, *, axis: int = -1, largest: int = 1, sorted: int = 1
 ) -> tuple[Tensor | Counted, ...]:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops import arithmetic, comparison
+from nimblec.onnx_ops import arithmetic, linear
 from nimblec.onnx_ops.axes import along, axis_of
-from nimblec.onnx_ops.linear import gemm_optional
 from nimblec.onnx_ops.normalization import batch_normalization_7
 from nimblec.onnx_ops.table import Refused, op
 
@@ -30,20 +29,10 @@ def _enter(name: str, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         return function(a, _aligned(a, b, axis, broadcast))
 
 
-for _name, _function in {
-    "Add": arithmetic.add,
-    "Sub": arithmetic.subtract,
-    "Mul": arithmetic.multiply,
-    "Div": arithmetic.divide,
-    "Pow": arithmetic.power,
-    "And": comparison.logical_and,
-    "Or": comparison.logical_or,
-    "Xor": comparison.logical_xor,
-    "Equal": comparison.equal,
-    "Greater": comparison.greater,
-    "Less": comparison.less,
-}.items():
-    _enter(_name, _function)
+for _name in ("Add", "And", "Equal", "Greater", "Less", "Mul", "Or", "Sub", "Xor"):
+    _enter(_name, arithmetic.BINARY[_name][1])
+_enter("Div", arithmetic.divide)
+_enter("Pow", arithmetic.power)
 
 
 @op("Gemm", since=6)
@@ -58,7 +47,7 @@ def gemm(
     transA: int = 0,
     transB: int = 0,
 ) -> Tensor:
-    return gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    return linear.gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
 
 
 @op("PRelu", since=6)

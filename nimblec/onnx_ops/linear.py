@@ -87,13 +87,6 @@ def centered(x: Tensor, zero_point: Tensor | None, axis: int) -> Tensor:
 
 @op("Gemm", since=7)
 def gemm(
-    a: Tensor, b: Tensor, c: Tensor, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
-) -> Tensor:
-    return gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-
-
-@op("Gemm", since=11)
-def gemm_optional(
     a: Tensor,
     b: Tensor,
     c: Tensor | None = None,

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from nimblec.onnx_ops.axes import axis_of
-from nimblec.onnx_ops.convolution import convolution
+from nimblec.onnx_ops.convolution import Geometry, convolution
 from nimblec.onnx_ops.creation import triangle
-from nimblec.onnx_ops.linear import float_matmul, gemm_optional
+from nimblec.onnx_ops.linear import float_matmul, gemm
 from nimblec.onnx_ops.normalization import layer_normalization, rms_normalization
 from nimblec.onnx_ops.shape import unsqueeze
-from nimblec.onnx_ops.table import MICROSOFT, Floats, Ints, Refused, op
+from nimblec.onnx_ops.table import MICROSOFT, Floats, Refused, op
 from nimblec.onnx_ops.vision import grid_sample
 
 EPSILON = 9.999999960041972e-13
@@ -110,7 +110,7 @@ def fused_gemm(
     transA: int = 0,
     transB: int = 0,
 ) -> Tensor:
-    y = gemm_optional(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    y = gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
     return activated(y, activation, (activation_alpha, activation_beta, activation_gamma))
 
 
@@ -123,24 +123,9 @@ def fused_convolution(
     *,
     activation: str = "",
     activation_params: Floats = (),
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
+    geometry: Geometry,
 ) -> Tensor:
-    y = convolution(
-        x,
-        w,
-        b,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    y = convolution(x, w, b, geometry=geometry)
     return activated(y if z is None else y + z, activation, activation_params)
 
 

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from nimblec.onnx_ops.activation import softmax, softmax_of_matrix
 from nimblec.onnx_ops.axes import axis_of
+from nimblec.onnx_ops.convolution import Geometry
 from nimblec.onnx_ops.integers import Quantized, product_of_integers
 from nimblec.onnx_ops.linear import centered
-from nimblec.onnx_ops.pooling import average_pool_10
+from nimblec.onnx_ops.pooling import average_pool
 from nimblec.onnx_ops.quantization import (
     convolution_quantized,
     dequantize,
@@ -165,7 +166,7 @@ def average_pool_quantized(
     pads: Ints | None = None,
     strides: Ints | None = None,
 ) -> Tensor:
-    y = average_pool_10(
+    y = average_pool(
         _real(x.movedim(-1, 1) if channels_last else x, x_scale, x_zero_point),
         auto_pad=auto_pad,
         ceil_mode=ceil_mode,
@@ -189,13 +190,8 @@ def convolution_quantized_microsoft(
     y_zero_point: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
     channels_last: int = 0,
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
+    geometry: Geometry,
 ) -> Tensor:
     moved = x.movedim(-1, 1) if channels_last else x
     y = convolution_quantized(
@@ -208,12 +204,7 @@ def convolution_quantized_microsoft(
         y_scale,
         y_zero_point,
         b,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
+        geometry=geometry,
     )
     return y.movedim(1, -1) if channels_last else y
 

@@ -78,34 +78,6 @@ def _max_pool(x: Tensor, window: Window, padding: Sequence[int], *, indices: boo
 
 
 @op("MaxPool")
-def max_pool_1(
-    x: Tensor,
-    *,
-    auto_pad: str = "NOTSET",
-    kernel_shape: Ints,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
-) -> Tensor:
-    window = Window(x, kernel_shape, strides, None, pads, auto_pad, 0)
-    return _pooled(x, window, Node(op_type="MaxPool", opset=1, outputs=(True,)), 0)[0]
-
-
-@op("MaxPool", since=8)
-def max_pool_8(
-    x: Tensor,
-    *,
-    node: Node,
-    auto_pad: str = "NOTSET",
-    kernel_shape: Ints,
-    pads: Ints | None = None,
-    storage_order: int = 0,
-    strides: Ints | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    window = Window(x, kernel_shape, strides, None, pads, auto_pad, 0)
-    return _pooled(x, window, node, storage_order)
-
-
-@op("MaxPool", since=10)
 def max_pool(
     x: Tensor,
     *,
@@ -186,35 +158,6 @@ def _window_sizes(window: Window, count_include_pad: int) -> Tensor:
 
 
 @op("AveragePool")
-def average_pool_7(
-    x: Tensor,
-    *,
-    auto_pad: str = "NOTSET",
-    count_include_pad: int = 0,
-    kernel_shape: Ints,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
-) -> Tensor:
-    window = Window(x, kernel_shape, strides, None, pads, auto_pad, 0)
-    return _average_pool(x, window, count_include_pad)
-
-
-@op("AveragePool", since=10)
-def average_pool_10(
-    x: Tensor,
-    *,
-    auto_pad: str = "NOTSET",
-    ceil_mode: int = 0,
-    count_include_pad: int = 0,
-    kernel_shape: Ints,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
-) -> Tensor:
-    window = Window(x, kernel_shape, strides, None, pads, auto_pad, ceil_mode)
-    return _average_pool(x, window, count_include_pad)
-
-
-@op("AveragePool", since=19)
 def average_pool(
     x: Tensor,
     *,
@@ -231,20 +174,6 @@ def average_pool(
 
 
 @op("LpPool", since=2)
-def lp_pool_2(
-    x: Tensor,
-    *,
-    auto_pad: str = "NOTSET",
-    kernel_shape: Ints,
-    p: int = 2,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
-) -> Tensor:
-    window = Window(x, kernel_shape, strides, None, pads, auto_pad, 0)
-    return _sum_windows(torch.abs(x) ** p, window) ** (1 / p)
-
-
-@op("LpPool", since=18)
 def lp_pool(
     x: Tensor,
     *,

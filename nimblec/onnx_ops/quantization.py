@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops.axes import along, axis_of, repeated
-from nimblec.onnx_ops.convolution import convolution, padding_of
+from nimblec.onnx_ops.axes import along, axis_of
+from nimblec.onnx_ops.convolution import Geometry, convolution, padding_of
 from nimblec.onnx_ops.creation import convert, dtype_of
 from nimblec.onnx_ops.integers import Quantized, convolution_of_integers, product_of_integers
 from nimblec.onnx_ops.linear import centered
-from nimblec.onnx_ops.table import Ints, Refused, op
+from nimblec.onnx_ops.table import Refused, op
 from nimblec.onnx_ops.unsigned import index_select
 
 QUANTIZED = (torch.uint8, torch.int8, torch.uint16, torch.int16)
@@ -45,23 +45,6 @@ def saturated(x: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> Tenso
 
 
 @op("QuantizeLinear", since=10)
-def quantize_10(x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None) -> Tensor:
-    return quantize(x, y_scale, y_zero_point)
-
-
-@op("QuantizeLinear", since=13)
-def quantize_13(x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None, *, axis: int = 1) -> Tensor:
-    return quantize(x, y_scale, y_zero_point, axis=axis)
-
-
-@op("QuantizeLinear", since=19)
-def quantize_19(
-    x: Tensor, y_scale: Tensor, y_zero_point: Tensor | None = None, *, axis: int = 1, saturate: int = 1
-) -> Tensor:
-    return quantize(x, y_scale, y_zero_point, axis=axis)
-
-
-@op("QuantizeLinear", since=21)
 def quantize(
     x: Tensor,
     y_scale: Tensor,
@@ -81,24 +64,10 @@ def quantize(
     scale = spread(y_scale, x, axis, block_size)
     work = dtype_of(precision) if precision else torch.promote_types(x.dtype, y_scale.dtype)
     zero = None if y_zero_point is None else spread(y_zero_point, x, axis, block_size)
-    return saturated(_as_float(x, work) / scale.to(work), zero, dtype)
-
-
-def _as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype if dtype.is_floating_point else torch.float32)
+    return saturated(x.to(work if work.is_floating_point else torch.float32) / scale.to(work), zero, dtype)
 
 
 @op("DequantizeLinear", since=10)
-def dequantize_10(x: Tensor, x_scale: Tensor, x_zero_point: Tensor | None = None) -> Tensor:
-    return dequantize(x, x_scale, x_zero_point)
-
-
-@op("DequantizeLinear", since=13)
-def dequantize_13(x: Tensor, x_scale: Tensor, x_zero_point: Tensor | None = None, *, axis: int = 1) -> Tensor:
-    return dequantize(x, x_scale, x_zero_point, axis=axis)
-
-
-@op("DequantizeLinear", since=21)
 def dequantize(
     x: Tensor,
     x_scale: Tensor,
@@ -166,23 +135,18 @@ def convolution_quantized(
     y_zero_point: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Ints | None = None,
-    group: int = 1,
-    kernel_shape: Ints | None = None,
-    pads: Ints | None = None,
-    strides: Ints | None = None,
+    geometry: Geometry,
 ) -> Tensor:
-    if group == 1 and x.dim() == w.dim() == 4 and kernel_shape in (None, tuple(w.shape[2:])):
-        steps, gaps = repeated(strides, 2, 1, "strides"), repeated(dilations, 2, 1, "dilations")
+    if geometry.group == 1 and x.dim() == w.dim() == 4:
+        kernel, strides, dilations = geometry.along(x, w)
         y = convolution_of_integers(
             Quantized(x, x_scale, x_zero_point),
             Quantized(w, w_scale, w_zero_point),
             Quantized(None, y_scale, y_zero_point),
             b,
-            strides=steps,
-            pads=padding_of(auto_pad, pads, x.shape[2:], tuple(w.shape[2:]), steps, gaps),
-            dilations=gaps,
+            strides=strides,
+            pads=padding_of(geometry.auto_pad, geometry.pads, x.shape[2:], kernel, strides, dilations),
+            dilations=dilations,
         )
         if y is not None:
             return y
@@ -190,12 +154,7 @@ def convolution_quantized(
         centered(x, x_zero_point.reshape(()), 0),
         centered(w, along(w_zero_point, 0, w.dim()) if w_zero_point.numel() > 1 else w_zero_point.reshape(()), 0),
         None if b is None else b.to(torch.float64),
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
+        geometry=geometry,
     )
     scale = x_scale.reshape(()) * w_scale.reshape(-1) / y_scale.reshape(())
     scaled = total.to(torch.float32) * along(scale, 1, x.dim())

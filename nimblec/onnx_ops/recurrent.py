@@ -7,7 +7,6 @@ keep a sequence's state as it is beyond its end.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,25 +55,21 @@ def _activations(names: Strings, alphas: Floats | None, betas: Floats | None) ->
             found.append(PLAIN[name])
         elif name in WITH_ALPHA:
             default, function = WITH_ALPHA[name]
-            found.append(partial(_with_alpha, function, next(next_alpha, default)))
+            found.append(_with(function, next(next_alpha, default)))
         elif name in WITH_BOTH:
             alpha, beta, scaled = WITH_BOTH[name]
             alpha, beta = next(next_alpha, alpha), next(next_beta, beta)
             if alpha is None or beta is None:
                 raise Refused(f"activation {name!r} has no defaults; expected activation_alpha and activation_beta")
-            found.append(partial(_with_both, scaled, alpha, beta))
+            found.append(_with(scaled, alpha, beta))
         else:
             known = ", ".join([*PLAIN, *WITH_ALPHA, *WITH_BOTH])
             raise Refused(f"activation {name!r} is unknown; expected one of {known}")
     return found
 
 
-def _with_alpha(function: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
-    return function(x, alpha)
-
-
-def _with_both(function: Callable[[Tensor, float, float], Tensor], alpha: float, beta: float, x: Tensor) -> Tensor:
-    return function(x, alpha, beta)
+def _with(function: Callable[..., Tensor], *factors: float) -> Activation:
+    return lambda x: function(x, *factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +107,8 @@ def _layer(
     if layout:
         x = x.transpose(0, 1)
         states = tuple(None if state is None else state.transpose(0, 1) for state in states)
+    if lengths is not None and not isinstance(lengths, FakeTensor) and bool((lengths == x.shape[0]).all()):
+        lengths = None
     hidden = r.shape[-1] if hidden_size is None else hidden_size
     if w.shape[0] != len(turns[direction]) or r.shape[-1] != hidden:
         raise Refused(f"weights of shape {tuple(w.shape)} and {tuple(r.shape)} do not fit {direction}, {hidden}")
@@ -120,19 +117,12 @@ def _layer(
         w=w,
         r=r,
         b=b,
-        lengths=_unless_full(lengths, x.shape[0]),
+        lengths=lengths,
         states=states,
         hidden_size=hidden,
         directions=len(turns[direction]),
         backward=turns[direction],
     )
-
-
-def _unless_full(lengths: Tensor | None, steps: int) -> Tensor | None:
-    """Return None for lengths known to be all of ``steps``."""
-    if lengths is None or isinstance(lengths, FakeTensor):
-        return lengths
-    return None if bool((lengths == steps).all()) else lengths
 
 
 def _network(layer: Layer, network: Any, order: Sequence[int]) -> tuple[Tensor, ...]:
@@ -169,7 +159,8 @@ def _run(layer: Layer, cells: Sequence[tuple[Tensor, Step]]) -> tuple[Tensor, ..
     """Run each direction step by step; return Y and the last states, stacked by direction."""
     outputs, finals = [], []
     for i, (gates, step) in enumerate(cells):
-        states = tuple(_initial(layer, state, i) for state in layer.states)
+        zeros = torch.zeros(layer.x.shape[1], layer.hidden_size, dtype=layer.x.dtype)
+        states = tuple(zeros if state is None else state.select(0, i) for state in layer.states)
         sequence, final = _run_direction(gates, step, states, layer.lengths, layer.backward[i])
         outputs.append(sequence)
         finals.append(final)
@@ -182,12 +173,6 @@ def _laid_out(results: tuple[Tensor, ...], layout: int) -> tuple[Tensor, ...]:
         return results
     y, *last = results
     return y.permute(2, 0, 1, 3), *[state.transpose(0, 1) for state in last]
-
-
-def _initial(layer: Layer, state: Tensor | None, direction: int) -> Tensor:
-    if state is not None:
-        return state.select(0, direction)
-    return torch.zeros(layer.x.shape[1], layer.hidden_size, dtype=layer.x.dtype)
 
 
 def _run_direction(

@@ -57,10 +57,6 @@ def _extreme_of_nothing(x: Tensor, axes: list[int], keepdim: bool, *, largest: b
     return torch.full(sizes, value, dtype=x.dtype)
 
 
-def _log_sum_exp(x: Tensor, axes: list[int], keepdim: bool) -> Tensor:
-    return torch.logsumexp(x, axes, keepdim)
-
-
 REDUCTIONS: dict[str, Reduction] = {
     "ReduceSum": _sum,
     "ReduceMean": _as_float(torch.mean),
@@ -71,7 +67,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "ReduceL2": _as_float(lambda x, axes, keepdim: torch.sqrt(torch.sum(x * x, axes, keepdim))),
     "ReduceSumSquare": lambda x, axes, keepdim: _sum(x * x, axes, keepdim),
     "ReduceLogSum": _as_float(lambda x, axes, keepdim: torch.log(torch.sum(x, axes, keepdim))),
-    "ReduceLogSumExp": _as_float(_log_sum_exp),
+    "ReduceLogSumExp": _as_float(torch.logsumexp),
 }
 
 AXES_ARE_AN_INPUT_SINCE = {"ReduceSum": 13}
@@ -87,12 +83,8 @@ def _reduce(function: Reduction, x: Tensor, axes: Ints | None, keepdims: int, no
     wide = x.to(WIDER.get(x.dtype, x.dtype))
     if chosen:
         return function(wide, chosen, bool(keepdims)).to(x.dtype)
-    return _of_each(function, wide).to(x.dtype)
-
-
-def _of_each(function: Reduction, x: Tensor) -> Tensor:
-    """Reduce over no axis: every element is a group of its own."""
-    return function(x.unsqueeze(0), [0], False)
+    # Over no axis every element is a group of its own.
+    return function(wide.unsqueeze(0), [0], False).to(x.dtype)
 
 
 def _enter(name: str) -> None:
@@ -121,20 +113,10 @@ def _position(function: Callable[..., Tensor], x: Tensor, axis: int, keepdims: i
 
 
 @op("ArgMax")
-def arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1) -> Tensor:
-    return _position(torch.argmax, x, axis, keepdims, 0)
-
-
-@op("ArgMax", since=12)
-def arg_max_select(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+def arg_max(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
     return _position(torch.argmax, x, axis, keepdims, select_last_index)
 
 
 @op("ArgMin")
-def arg_min(x: Tensor, *, axis: int = 0, keepdims: int = 1) -> Tensor:
-    return _position(torch.argmin, x, axis, keepdims, 0)
-
-
-@op("ArgMin", since=12)
-def arg_min_select(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+def arg_min(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
     return _position(torch.argmin, x, axis, keepdims, select_last_index)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nimblec.onnx_ops.axes import axes_of, sizes_of
+from nimblec.onnx_ops.axes import along, axes_of, sizes_of
 from nimblec.onnx_ops.creation import convert
 from nimblec.onnx_ops.table import Floats, Ints, Refused, op
 from nimblec.onnx_ops.unsigned import index_select
@@ -132,7 +132,8 @@ def resized(
         else:
             x = _apply(x, i, _weights(axis, position, mode, cubic, antialias, exclude_outside))
         if coordinate_mode == "tf_crop_and_resize":
-            x = _extrapolated(x, i, (position < 0) | (position > axis.length - 1), extrapolation_value)
+            outside = torch.from_numpy((position < 0) | (position > axis.length - 1))
+            x = torch.where(along(outside, i, x.dim()), torch.tensor(extrapolation_value, dtype=x.dtype), x)
     return x
 
 
@@ -146,11 +147,6 @@ def _apply(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
         return y.to(x.dtype)
     limits = torch.iinfo(x.dtype)  # cubic weights reach beyond the values
     return convert(torch.clamp(torch.round(y), limits.min, limits.max), x.dtype)
-
-
-def _extrapolated(x: Tensor, axis: int, outside: np.ndarray, value: float) -> Tensor:
-    mask = torch.from_numpy(outside).reshape([-1 if i == axis else 1 for i in range(x.dim())])
-    return torch.where(mask, torch.tensor(value, dtype=x.dtype), x)
 
 
 def _axes_by_scale(shape: Sequence[int], scales: Floats, roi: Floats | None) -> list[Axis]:
@@ -184,34 +180,6 @@ def upsample(x: Tensor, scales: Floats, *, mode: str = "nearest") -> Tensor:
 
 
 @op("Resize", since=11)
-def resize_11(
-    x: Tensor,
-    roi: Floats | None = None,
-    scales: Floats | None = None,
-    sizes: Ints | None = None,
-    *,
-    coordinate_transformation_mode: str = "half_pixel",
-    cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
-    mode: str = "nearest",
-    nearest_mode: str = "round_prefer_floor",
-) -> Tensor:
-    return resize(
-        x,
-        roi,
-        scales,
-        sizes,
-        coordinate_transformation_mode=coordinate_transformation_mode,
-        cubic_coeff_a=cubic_coeff_a,
-        exclude_outside=exclude_outside,
-        extrapolation_value=extrapolation_value,
-        mode=mode,
-        nearest_mode=nearest_mode,
-    )
-
-
-@op("Resize", since=18)
 def resize(
     x: Tensor,
     roi: Floats | None = None,

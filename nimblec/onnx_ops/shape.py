@@ -15,12 +15,7 @@ from nimblec.onnx_ops.unsigned import bitwise, index_select
 
 
 @op("Shape")
-def shape(data: Description) -> Tensor:
-    return torch.tensor(data.shape, dtype=torch.int64)
-
-
-@op("Shape", since=15)
-def part_of_shape(data: Description, *, end: int | None = None, start: int = 0) -> Tensor:
+def shape(data: Description, *, end: int | None = None, start: int = 0) -> Tensor:
     return torch.tensor(data.shape[start:end], dtype=torch.int64)
 
 
@@ -30,12 +25,7 @@ def size(data: Description) -> Tensor:
 
 
 @op("Reshape", since=5)
-def reshape(data: Tensor, shape: Tensor, *, node: Node) -> Tensor | Counted:
-    return reshape_with_zeros(data, shape, node=node)
-
-
-@op("Reshape", since=14)
-def reshape_with_zeros(data: Tensor, shape: Tensor, *, node: Node, allowzero: int = 0) -> Tensor | Counted:
+def reshape(data: Tensor, shape: Tensor, *, node: Node, allowzero: int = 0) -> Tensor | Counted:
     if shape.dtype != torch.int64:
         raise Refused(f"input 1 'shape' is {shape.dtype}; expected an integer")
     if isinstance(shape, FakeTensor):
@@ -134,12 +124,7 @@ def split_attribute(x: Tensor, *, node: Node, axis: int = 0, split: Ints | None 
 
 
 @op("Split", since=13)
-def split_input(x: Tensor, split: Ints | None = None, *, node: Node, axis: int = 0) -> tuple[Tensor, ...]:
-    return _split(x, node, axis, split)
-
-
-@op("Split", since=18)
-def split_evenly(
+def split(
     x: Tensor, split: Ints | None = None, *, node: Node, axis: int = 0, num_outputs: int | None = None
 ) -> tuple[Tensor, ...]:
     if split is None and num_outputs not in (None, len(node.outputs)):
@@ -198,12 +183,6 @@ def pad_attributes(data: Tensor, *, mode: str = "constant", pads: Ints, value: f
 
 
 @op("Pad", since=11)
-@bitwise
-def pad_inputs(data: Tensor, pads: Ints, constant_value: Known | None = None, *, mode: str = "constant") -> Tensor:
-    return pad_all(data, pads, 0 if constant_value is None else constant_value.item(), mode)
-
-
-@op("Pad", since=18)
 @bitwise
 def pad(
     data: Tensor,
@@ -272,12 +251,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 @op("SpaceToDepth")
-def space_to_depth(x: Tensor, *, blocksize: int) -> Tensor:
-    return space_to_depth_ordered(x, blocksize=blocksize)
-
-
-@op("SpaceToDepth", since=28)
-def space_to_depth_ordered(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     n, c, h, w = x.shape
     b = blocksize
     if mode not in ("DCR", "CRD") or b < 1 or h % b or w % b:

@@ -7,9 +7,11 @@ The signature of a function says how a node is bound to it:
 - an input is a `Tensor` (real or fake), or must be known at import: `Known` (a real tensor),
   `Ints`, `Floats`, ``int``, ``float``, ``bool`` (host values), or is only described: `Description`;
 - ``X | None`` is an optional input or attribute, ``*xs: Tensor`` a variadic input;
-- a parameter of type `Node` gets the node itself.
+- a parameter of type `Node` gets the node itself, and a keyword-only one of another dataclass the attributes that are
+  its fields.
 """
 
+import dataclasses
 import inspect
 import types
 import typing
@@ -97,6 +99,8 @@ class Operator:
     variadic: Parameter | None
     attributes: dict[str, Parameter]
     node_parameter: str | None
+    group: tuple[str, Any] | None = None
+    """The parameter that gets several attributes as one record, and its class."""
 
 
 _ROWS: dict[tuple[str, str], list[Operator]] = {}
@@ -132,15 +136,17 @@ def operators() -> tuple[Operator, ...]:
 def _operator(function: Callable[..., Any], domain: str, name: str, since: int) -> Operator:
     inputs: list[Parameter] = []
     attributes: dict[str, Parameter] = {}
-    variadic = node_parameter = None
+    variadic = node_parameter = group = None
     hints = typing.get_type_hints(function, include_extras=True)
     for parameter in inspect.signature(function).parameters.values():
-        kind, optional = _strip_optional(hints[parameter.name])
-        has_default = parameter.default is not inspect.Parameter.empty
-        default = parameter.default if has_default else None
-        row = Parameter(name=parameter.name, kind=kind, optional=optional or has_default, default=default)
-        if kind is Node:
+        row = _parameter(parameter.name, hints[parameter.name], parameter.default)
+        if row.kind is Node:
             node_parameter = parameter.name
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY and dataclasses.is_dataclass(row.kind):
+            group = parameter.name, row.kind
+            kinds = typing.get_type_hints(row.kind, include_extras=True)
+            for field in dataclasses.fields(row.kind):
+                attributes[field.name] = _parameter(field.name, kinds[field.name], field.default)
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             variadic = row
         elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -156,11 +162,15 @@ def _operator(function: Callable[..., Any], domain: str, name: str, since: int) 
         variadic=variadic,
         attributes=attributes,
         node_parameter=node_parameter,
+        group=group,
     )
 
 
-def _strip_optional(hint: Any) -> tuple[Any, bool]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        return members[0], True
-    return hint, False
+def _parameter(name: str, hint: Any, default: Any) -> Parameter:
+    """Return a parameter with the type of its annotation; None is its default where it has none."""
+    is_optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if is_optional:
+        hint = next(member for member in typing.get_args(hint) if member is not types.NoneType)
+    if default is inspect.Parameter.empty:
+        return Parameter(name=name, kind=hint, optional=is_optional)
+    return Parameter(name=name, kind=hint, optional=True, default=default)

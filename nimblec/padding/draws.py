@@ -47,10 +47,11 @@ class Draws:
         Large numbers are left out unless ``is_taken`` accepts them.
         """
         masks = {name: self.filled[name] for name in self._masks}
-        large = self._large(_SEED + 2) | masks
+        large = self._scaled(_SEED + 2, lambda itemsize: _LARGE.get(itemsize, 1.0), end=1) | masks
+        small = self._scaled(_SEED, lambda _: _SMALL, end=0)
         wide = [large] if is_taken(large) else []
         around = (self.filled, self._drawn(_SEED + 1) | masks, *wide)
-        for box, rests in ((self._drawn(_SEED), around), (self._small(_SEED), (self.filled, *wide))):
+        for box, rests in ((self._drawn(_SEED), around), (small, (self.filled, *wide))):
             yield tuple(self.merged(self.fitting(box, stops), rest, starts, stops) for rest in rests)
 
     def bases(self) -> Iterator[dict[str, np.ndarray]]:
@@ -89,12 +90,6 @@ class Draws:
         """Draw random inputs, with masks that leave everything."""
         drawn = golden.draw_inputs(self._program, seed)
         return drawn | {name: np.ones_like(drawn[name]) for name in self._masks}
-
-    def _large(self, seed: int) -> dict[str, np.ndarray]:
-        return self._scaled(seed, lambda itemsize: _LARGE.get(itemsize, 1.0), end=1)
-
-    def _small(self, seed: int) -> dict[str, np.ndarray]:
-        return self._scaled(seed, lambda _: _SMALL, end=0)
 
     def _scaled(self, seed: int, factor: Callable[[int], float], end: int) -> dict[str, np.ndarray]:
         """Draw random floats times a factor, with integers and bools at one end of their range."""

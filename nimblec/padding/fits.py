@@ -28,7 +28,9 @@ def find_fits(plan: Plan, proofs: Proofs) -> tuple[Plan, tuple[str, ...]]:
     notes: list[str] = []
     with Executable(plan) as executable:
         for programs in _sized(plan):
-            proved = _common_proof(proofs, programs)
+            each = [proofs[program.name] for program in programs]
+            names = [name for name, _ in programs[0].profile]
+            proved = {name: min((of[name] for of in each), key=lambda proof: proof.fit) for name in names}
             fits = _common_fits(Trial(executable, programs), programs, {n: proof.fit for n, proof in proved.items()})
             found |= {program.name: tuple(fits[name] for name, _ in program.profile) for program in programs}
             notes += (f"{name}: {_note(plan, programs, name, fit, proved[name])}" for name, fit in fits.items())
@@ -59,7 +61,7 @@ def mark_masks(plan: Plan, masks: Collection[str]) -> Plan:
 
 
 def differences(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each fit of a program that runs on this machine contradict."""
+    """Yield a sentence for each fit that runs on this machine contradict."""
     with Executable(plan) as executable:
         for programs in _sized(plan):
             claims = [dict(zip(dict(p.profile), p.fits, strict=False)) for p in programs]
@@ -69,12 +71,6 @@ def differences(plan: Plan) -> Iterator[str]:
                 for name, fit in of.items():
                     if fit > common[name]:
                         yield f"program {program.name!r}: {name} is {fit.name}, and runs show {common[name].name}"
-
-
-def _common_proof(proofs: Proofs, programs: Sequence[Program]) -> dict[str, Proof]:
-    """Return the proof of the program that serves the least, by dimension."""
-    each = [proofs[program.name] for program in programs]
-    return {name: min((of[name] for of in each), key=lambda proof: proof.fit) for name, _ in programs[0].profile}
 
 
 def _common_fits(trial: Trial, programs: Sequence[Program], most: Mapping[str, Fit]) -> dict[str, Fit]:

@@ -37,14 +37,9 @@ def _of_sum(fills: Sequence[Number | None]) -> Number | None:
     return large[0] if len(large) == 1 else None
 
 
-def _of_difference(fills: Sequence[Number | None]) -> Number | None:
-    one, other = fills
-    return _of_sum((one, None if other is None else -other))
-
-
 ABSORBING: Mapping[str, Fold] = {
     "add": _of_sum,
-    "sub": _of_difference,
+    "sub": lambda fills: _of_sum((fills[0], None if fills[1] is None else -fills[1])),
     "mul": lambda fills: 0 if any(map(is_zero, fills)) else None,
     "div": lambda fills: 0 if is_zero(fills[0]) else None,
     "and": lambda fills: False if any(map(is_zero, fills)) else None,

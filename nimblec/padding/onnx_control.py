@@ -81,12 +81,10 @@ def _repeated(
         return [*states, *(call.step.unknown([value], None) for value in collected)]
     shapes = [(steps, *value.shape) for value in collected]
     call.types = [*kinds, *map(tensor_type, elements, shapes)]
-    return [*states, *(_stacked(value, shape) for value, shape in zip(collected, shapes, strict=True))]
-
-
-def _stacked(value: Value, shape: tuple[int, ...]) -> Value:
-    axes = {axis + 1: carrier for axis, carrier in value.axes.items()}
-    return replace(value, shape=shape, axes=axes, array=None, stretched=frozenset())
+    for value, shape in zip(collected, shapes, strict=True):
+        axes = {axis + 1: carrier for axis, carrier in value.axes.items()}
+        states.append(replace(value, shape=shape, axes=axes, array=None, stretched=frozenset()))
+    return states
 
 
 def _either(step: Propagation, one: Value, other: Value) -> Value:

@@ -80,8 +80,10 @@ class _Arithmetic(_Outcome):
             axes[axis] = replace(first, shift=min(c.shift for c in carriers))
         plain = [axis for axis, of in axes.items() if of.inner == 1 and of.extent == shape[axis]]
         for axis, carrier in axes.items():
-            others = [other for other in plain if axis in plain and other != axis and _are_alike(axes[other], carrier)]
-            fills = [_fill_of(value, axis, carrier.shift, _present(value, others)) for value in aligned]
+            own = without_fill(carrier)
+            # The same elements along these axes are a call's own.
+            others = [other for other in plain if axis in plain and other != axis and without_fill(axes[other]) == own]
+            fills = [_fill_of(value, axis, carrier.shift, others) for value in aligned]
             axes[axis] = replace(carrier, fill=fold(fills))
         return self._joined(operands, Value(shape, axes, stretched=frozenset(stretched), split=split))
 
@@ -342,20 +344,11 @@ def _aligned(value: Value, shape: Shape) -> Value:
     )
 
 
-def _are_alike(one: Carrier, other: Carrier) -> bool:
-    """Return whether the same elements along two axes are a call's own."""
-    return replace(one, fill=None) == replace(other, fill=None)
-
-
 def _fill_of(value: Value, axis: int, shift: int, others: Sequence[int] = ()) -> Number | None:
     """Return the number that an operand holds wherever a result with this shift along an axis is padding."""
     own = value.axes[axis].shift if axis in value.axes else 0
-    return value.fill(axis, others) if shift >= own else None
-
-
-def _present(value: Value, axes: Sequence[int]) -> list[int]:
-    """Return those of the axes along which a constant has more than one element."""
-    return [axis for axis in axes if value.array is not None and value.array.shape[axis] > 1]
+    present = [other for other in others if value.array is not None and value.array.shape[other] > 1]
+    return value.fill(axis, present) if shift >= own else None
 
 
 def flat_along(value: Value, axis: int) -> Value:

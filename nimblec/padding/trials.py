@@ -49,10 +49,12 @@ class Trial:
 
     def is_alone(self, program: Program, *, starts: Sizes | None = None, stops: Sizes | None = None) -> bool:
         """Return whether elements before ``starts`` and beyond ``stops`` leave the others unchanged, bit for bit."""
-        return all(
-            self._same_box(program, given, starts or {}, stops or {})
-            for given in self._draws[program.name].surrounded(starts or {}, stops or {}, self._takes(program))
-        )
+        begins, ends = starts or {}, stops or {}
+        for given in self._draws[program.name].surrounded(begins, ends, self._takes(program)):
+            first, *others = (self._run(program, arrays, begins, ends) for arrays in given)
+            if not all(map(_is_finite, first)) or not all(_same(program, first, other) for other in others):
+                return False
+        return True
 
     def _neighbours(self, program: Program, name: str) -> list[Program]:
         """Return the programs of the next size below and above in one dimension, of the same sizes in all others."""
@@ -61,11 +63,6 @@ class Trial:
         row.sort(key=lambda p: dict(p.profile)[name])
         at = row.index(program)
         return [other for other in row[max(at - 1, 0) : at + 2] if other is not program]
-
-    def _same_box(self, program: Program, given: Sequence[Arrays], starts: Sizes, stops: Sizes) -> bool:
-        """Return whether runs on all of these give equal and finite outputs in the box."""
-        first, *others = (self._run(program, arrays, starts, stops) for arrays in given)
-        return all(map(_is_finite, first)) and all(_same(program, first, other) for other in others)
 
     def _agree(self, one: Program, other: Program, name: str, start: int | None) -> bool:
         """Return whether the smaller program agrees with elements of the larger, from ``start`` or the last ones."""

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nimblec.base.installation import VERSION
-from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Part, Task
+from nimblec.base.ir import Buffer, BufferKind, Graph, KernelWork, Layout, Part
 from nimblec.plan.lower import lower, state, weights
 from nimblec.plan.refit_programs import refits
 from nimblec.schedule.lifetimes import used_buffers
@@ -32,7 +32,7 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         parts = _sharing(parts)
     first = parts[0]
     bodies: list[Program] = []
-    programs = tuple(_program(part, bodies) for part in parts)
+    programs = [lower(p.graph, p.schedule, p.memory, name=p.name, bodies=bodies) for p in parts]
     return Plan(
         producer=f"nimblec {VERSION}",
         versions=provenance.versions,
@@ -44,15 +44,13 @@ def assemble(parts: Sequence[Part], provenance: Provenance) -> Plan:
         weights=_united((part.name, weights(*scheduled)) for part in parts for scheduled in _nested(part)),
         state_nbytes=first.memory.state_nbytes,
         state=_united((part.name, state(part.graph, part.memory)) for part in parts),
-        programs=programs,
+        programs=tuple(
+            replace(made, schedule=part.record, entry=part.entry, profile=part.profile)
+            for made, part in zip(programs, parts, strict=True)
+        ),
         refits=refits(parts),
         bodies=tuple(bodies),
     )
-
-
-def _program(part: Part, bodies: list[Program]) -> Program:
-    made = lower(part.graph, part.schedule, part.memory, name=part.name, bodies=bodies)
-    return replace(made, schedule=part.record, entry=part.entry, profile=part.profile)
 
 
 def _united(contents: Iterable[tuple[str, tuple[Weight, ...]]]) -> tuple[Weight, ...]:
@@ -109,8 +107,13 @@ class _Sharing:
             assert body.memory is not None
             inner, inner_memory = self.share(body.graph, body.memory)
             bodies.append(replace(body, graph=inner, memory=inner_memory))
-        tasks = tuple(_renumbered(task, kernels) for task in graph.tasks)
-        return replace(graph, tasks=tasks, bodies=tuple(bodies)), replace(memory, offsets=tuple(placed))
+        tasks = [
+            replace(task, work=replace(task.work, kernel=kernels[task.work.kernel]))
+            if isinstance(task.work, KernelWork)
+            else task
+            for task in graph.tasks
+        ]
+        return replace(graph, tasks=tuple(tasks), bodies=tuple(bodies)), replace(memory, offsets=tuple(placed))
 
     def finished(self, graph: Graph) -> Graph:
         """Return a graph that was shared, with all modules and kernels."""
@@ -131,12 +134,6 @@ def _with_common_state(graphs: Sequence[Graph]) -> Iterator[Graph]:
         return replace(buffer, kind=BufferKind.STATE) if is_state else buffer
 
     return (replace(graph, buffers=tuple(map(common, graph.buffers))) for graph in graphs)
-
-
-def _renumbered(task: Task, kernels: Sequence[int]) -> Task:
-    if not isinstance(task.work, KernelWork):
-        return task
-    return replace(task, work=replace(task.work, kernel=kernels[task.work.kernel]))
 
 
 class _Modules:

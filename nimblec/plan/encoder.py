@@ -16,7 +16,7 @@ from flatbuffers.builder import Builder, BuilderSizeError
 
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Command, Module, Part, Plan, Target, Weight, schema
+from nimblert.plan import Module, Part, Plan, Target, Weight, schema
 from nimblert.plan.container import digests, drop_pages
 from nimblert.plan.files import replacing
 from nimblert.plan.records import DEFAULT_LIMITS
@@ -207,6 +207,9 @@ class _Encoder:
         return buffer
 
     def _table(self, name: str, record: Any) -> int:
+        if name == "Command":
+            action = type(record).__name__
+            record = schema.ACTIONS.index(action) + 1, self._table(action, record)
         fields = TABLES[name].fields
         values = record if isinstance(record, tuple) else [self._value(record, field) for field in fields]
         present = [
@@ -253,7 +256,7 @@ class _Encoder:
             return 0
         builder = self._builder
         if item in TABLES:
-            offsets = [self._command(value) if item == "Command" else self._table(item, value) for value in values]
+            offsets = [self._table(item, value) for value in values]
             builder.StartVector(4, len(offsets), 4)
             for offset in reversed(offsets):
                 builder.PrependUOffsetTRelative(offset)
@@ -264,10 +267,6 @@ class _Encoder:
         builder.StartVector(layout.size, len(values), 8)
         self._put(b"".join([layout.pack(*_numbers(item, value)) for value in values]))
         return int(builder.EndVector())
-
-    def _command(self, command: Command) -> int:
-        name = type(command).__name__
-        return self._table("Command", (schema.ACTIONS.index(name) + 1, self._table(name, command)))
 
     def _put(self, data: bytes) -> None:
         """Write bytes for which there is room."""

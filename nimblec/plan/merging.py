@@ -34,12 +34,15 @@ def merge(paths: Sequence[str | PathLike[str]], output: str | PathLike[str]) -> 
 
 def merged(plans: Sequence[Plan]) -> Plan:
     """Return a fat plan of plans that were read from files; whether they belong together is not checked."""
-    digests = [{id(w): hashlib.sha256(w.data).digest() for w in plan.weights if _is_large(w)} for plan in plans]
+    large = [[weight for weight in plan.weights if weight.data.nbytes >= _LEAST_SHARED_NBYTES] for plan in plans]
+    digests = [{id(weight): hashlib.sha256(weight.data).digest() for weight in weights} for weights in large]
     counts = Counter(digest for of_plan in digests for digest in set(of_plan.values()))
     shared: dict[bytes, Weight] = {}
     parts = []
     for plan, of_plan in zip(plans, digests, strict=True):
-        weights = [_referring(weight, of_plan.get(id(weight)), counts) for weight in plan.weights]
+        # A weight that several plans have is a reference to its bytes.
+        found = [(weight, of_plan.get(id(weight), b"")) for weight in plan.weights]
+        weights = [replace(w, data=memoryview(b""), sha256=digest) if counts[digest] > 1 else w for w, digest in found]
         shared |= {new.sha256: old for new, old in zip(weights, plan.weights, strict=True) if new.sha256}
         is_whole = not any(weight.sha256 for weight in weights)
         file = plan.stored() if is_whole else memoryview(encoder.encode_file(replace(plan, weights=tuple(weights))))
@@ -59,15 +62,6 @@ def merged(plans: Sequence[Plan]) -> Plan:
         programs=(),
         parts=tuple(parts),
     )
-
-
-def _is_large(weight: Weight) -> bool:
-    return weight.data.nbytes >= _LEAST_SHARED_NBYTES
-
-
-def _referring(weight: Weight, digest: bytes | None, counts: Counter[bytes]) -> Weight:
-    """Return a weight without its bytes where several plans have them."""
-    return weight if digest is None or counts[digest] < 2 else replace(weight, data=memoryview(b""), sha256=digest)
 
 
 def _placed(shared: Iterable[tuple[bytes, Weight]]) -> tuple[tuple[Weight, ...], int]:

@@ -147,7 +147,7 @@ class PlanCache:
         return record, None
 
     def keep(self, key: str, plan: Path, notes: tuple[str, ...], seconds: float) -> str | None:
-        """Keep the plan in a file, and what was said of it; a sentence where that cannot be."""
+        """Keep a plan file and its notes; return a sentence where that fails."""
         if plan.stat().st_size > self._limit_nbytes:
             return f"not kept in the plan cache, which has room for {self._limit_nbytes:,} bytes"
         try:

@@ -69,8 +69,8 @@ class PlanKey:
 def find_key(source: Source, target: Target, options: Options, also: Sequence[Path] = ()) -> PlanKey | None:
     """Return the key of the plan of a model that its files determine, ``also`` among them; None if there is none.
 
-    That is so if a file cannot be read, which the compiler reports better, or if packages were replaced
-    while this process still runs those that it imported before.
+    There is none if a file cannot be read, which the compiler reports better, or if packages were replaced since this
+    process imported them.
     """
     try:
         first, now = _software_at_first(), _software()

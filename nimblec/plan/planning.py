@@ -1,6 +1,6 @@
 """The choice of a schedule for a captured graph, and the passes before it; both targets share them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -159,9 +159,10 @@ def choose_schedule(
         fitting = [replace(t, duration_ns=0) for t in fitting]
     graph, schedule = join(graph, chosen.schedule)
     dag = dag if join is _as_it_is else dependencies(graph)
+    places = {task: position for position, task in enumerate(schedule.order)}
     record = ScheduleRecord(
         policy=chosen.policy,
-        antichain=_positions(certificate(dag), schedule),
+        antichain=tuple(sorted(places[task] for task in certificate(dag))),
         arena_lower_bound_nbytes=arena_lower_bound(lifetimes(graph, schedule)),
         candidates=tuple(t.candidate for t in fitting),
         fewest_sync_count=_fewest_syncs(dag),
@@ -324,8 +325,3 @@ def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:
     if tried[0].is_noisy or tried[0] in as_fast:
         return tried[0]
     return min(as_fast, key=lambda t: t.memory.arena_nbytes)
-
-
-def _positions(tasks: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
-    place: Mapping[int, int] = {task: position for position, task in enumerate(schedule.order)}
-    return tuple(sorted(place[t] for t in tasks))

@@ -208,8 +208,8 @@ class CachedTimer:
 def _numbers(kernel: Kernel, params: bytes) -> Iterator[bytes]:
     """Yield the parameters that are plain numbers.
 
-    Structs are left out: libraries leave padding in them, and array entries that no kernel reads, as the host's stack
-    was, which differs from compilation to compilation. Code, grid and sizes of memory tell the launches apart.
+    Structs are left out: their padding, and array entries that no kernel reads, hold what was on the host's stack.
+    Code, grid and sizes of memory tell the launches apart.
     """
     for parameter in kernel.parameters:
         if parameter.nbytes <= _LARGEST_NUMBER_NBYTES:

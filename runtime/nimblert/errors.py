@@ -70,18 +70,15 @@ class CudaError(NimbleError):
         super().__init__(api, result)  # so that a pickle of it can be read
 
     def __str__(self) -> str:
-        return f"{self.api}: {self.result}{_what_next(self.result)}"
+        next_step = "; this process can no longer use CUDA: load the plan in a new one" if self.is_final else ""
+        if self.result == "CUDA_ERROR_OUT_OF_MEMORY":
+            next_step = "; the GPU has not enough free memory: close other plans and processes that use it"
+        return f"{self.api}: {self.result}{next_step}"
 
     @property
     def is_final(self) -> bool:
         """Whether CUDA refuses every later call of the process."""
         return self.result in _FATAL
-
-
-def _what_next(result: str) -> str:
-    if result == "CUDA_ERROR_OUT_OF_MEMORY":
-        return "; the GPU has not enough free memory: close other plans and processes that use it"
-    return "; this process can no longer use CUDA: load the plan in a new one" if result in _FATAL else ""
 
 
 _FATAL = frozenset({

@@ -57,7 +57,10 @@ class Executable(Context):
         self._idle: list[Context] = []
         self._idle_left = 0
         if plan.target is Target.CPU and not plan.state_nbytes and arena is None:
-            self._idle_left = _spares()
+            from nimblert.cpu.streams import cores
+
+            # With two calls per core, no core idles.
+            self._idle_left = 2 * cores() - 1 if cores() > 1 else 0
         with stage("weights and code"):
             loaded = _loaded(plan, device, threads, limits, verify_digest)
         try:
@@ -155,13 +158,6 @@ class Executable(Context):
                 stack.callback(self._free)
             for context in list(self._contexts):
                 stack.callback(context.close)
-
-
-def _spares() -> int:
-    """Return how many contexts concurrent calls may use beside the executable: with two per core, no core idles."""
-    from nimblert.cpu.streams import cores
-
-    return 2 * cores() - 1 if cores() > 1 else 0
 
 
 def _check_arena(arena: Arena | None, plan: Plan, device: int) -> None:

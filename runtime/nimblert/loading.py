@@ -128,7 +128,7 @@ def _is_for_gpu(plan: "Plan | Source") -> bool:
     if not isinstance(plan, str | os.PathLike):
         return False
     try:
-        with open(plan, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        with open(plan, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             head = file.read(_HEAD_NBYTES)
         (root,) = struct.unpack_from("<I", head)
         (distance,) = struct.unpack_from("<i", head, root)

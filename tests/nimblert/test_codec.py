@@ -330,13 +330,15 @@ def test_shared_tables_cannot_make_a_small_file_large(monkeypatch: pytest.Monkey
     launch = plan.programs[0].commands[0]
     assert isinstance(launch, Launch)
     launch = replace(launch, relocations=launch.relocations[:1] * 20_000)
-    write, written = encoder._Encoder._command, list[int]()
+    write, written = encoder._Encoder._table, list[int]()
 
-    def write_once(self: encoder._Encoder, command: Launch) -> int:
-        written[:] = written or [write(self, command)]
+    def write_once(self: encoder._Encoder, name: str, record: object) -> int:
+        if name != "Command":
+            return write(self, name, record)
+        written[:] = written or [write(self, name, record)]
         return written[0]
 
-    monkeypatch.setattr(encoder._Encoder, "_command", write_once)
+    monkeypatch.setattr(encoder._Encoder, "_table", write_once)
     file = encoder.encode_file(_with_program(plan, commands=(launch,) * 20_000))
     assert len(file) < 1 << 20
     with pytest.raises(PlanFormatError, match="are more than it has"):

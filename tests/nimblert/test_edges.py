@@ -79,7 +79,7 @@ def test_only_the_edge_along_the_stream_is_programmatic() -> None:
 
 def test_edges_join_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "add_command", lambda _graph, command, *_: graph.Nodes(command, command))
-    monkeypatch.setattr(graph, "_add_edges", lambda *_: None)
+    monkeypatch.setattr(graph, "add_edges", lambda *_, **_options: None)
     memory: Any = None
 
     def ends(*commands: Command) -> tuple[list[int], list[int]]:

@@ -202,7 +202,7 @@ class DeviceOutput:
     """
 
     def __init__(self, array: DeviceArray) -> None:
-        """Wrap an array whose ``owner`` is a `nimblert.cuda.pools.Lent`, or None for memory of the program's own."""
+        """Wrap an array whose ``owner`` is a `nimblert.cuda.memory.PooledBlock`; None: the program's own memory."""
         self.shape = array.shape
         self.dtype = array.dtype
         self.strides = array.strides
@@ -262,6 +262,6 @@ class DeviceOutput:
 
     def _given(self) -> DeviceArray:
         """Return the array, for another library, whose work on it nobody waits for."""
-        if (lent := self._array.owner) is not None:
-            lent.is_shared = True
+        if (block := self._array.owner) is not None:
+            block.is_shared = True
         return self._array

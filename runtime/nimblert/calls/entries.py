@@ -191,6 +191,14 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
     return array
 
 
+def array_of_shape(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
+    """Return what `checked_array` returns. Raises InputError for any other shape than the tensor's, too."""
+    array = checked_array(side, tensor, value, take)
+    if tuple(array.shape) != tensor.shape:
+        raise InputError(f"{side} {tensor.name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
+    return array
+
+
 def _taken(where: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
     if device_arrays.is_negated(value):
         raise InputError(f"{where}: it is a negated view: give what .resolve_neg() returns")

@@ -11,7 +11,7 @@ from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.calls.backend import Backend
 from nimblert.calls.binding import owned
-from nimblert.calls.entries import Take, checked_array
+from nimblert.calls.entries import Take, array_of_shape
 from nimblert.calls.sizes import Index, Served
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES, Program, Tensor
@@ -25,12 +25,11 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
     for name, value in out.items():
         if name not in outputs:
             raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
-        array = owned(f"out {name!r}", value, checked_array("out", outputs[name], value, take))
-        if tuple(array.shape) != outputs[name].shape:
-            raise InputError(f"out {name!r}: shape {tuple(array.shape)}, expected {outputs[name].shape}")
+        array = owned(f"out {name!r}", value, array_of_shape("out", outputs[name], value, take))
         if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
             raise InputError(f"out {name!r}: the array is read-only: give one that can be written")
-        if layouts.overlaps(array.shape, tuple(map(abs, array.strides)), _step(array)):
+        step = array.itemsize if isinstance(array, np.ndarray) else 1
+        if layouts.overlaps(array.shape, tuple(map(abs, array.strides)), step):
             raise InputError(f"out {name!r}: elements of the array share memory")
         if other := next((other for other, taken in checked.items() if share_memory(array, taken)), None):
             raise InputError(f"out {name!r}: shares memory with what {other!r} is written into")
@@ -64,11 +63,6 @@ def written_into(
     return None
 
 
-def _step(array: np.ndarray | DeviceArray) -> int:
-    """Return the stride of adjacent elements."""
-    return array.itemsize if isinstance(array, np.ndarray) else 1
-
-
 def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray) -> bool:
     """Return whether two arrays share bytes; on a GPU, whether their address ranges overlap."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
@@ -80,11 +74,11 @@ def share_memory(one: np.ndarray | DeviceArray, other: np.ndarray | DeviceArray)
 
 def filled(arrays: Mapping[str, Any], sizes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the parts of output arrays that a run filled, as views; ``sizes`` are those of outputs that it cropped."""
-    return {n: _head(array, sizes[n]) if n in sizes else array for n, array in arrays.items()}
-
-
-def _head(array: Any, shape: Shape) -> Any:
-    return array.head(shape) if isinstance(array, DeviceOutput) else array[tuple(map(slice, shape))]
+    found = dict(arrays)
+    for name in arrays.keys() & sizes.keys():
+        array, shape = arrays[name], sizes[name]
+        found[name] = array.head(shape) if isinstance(array, DeviceOutput) else array[tuple(map(slice, shape))]
+    return found
 
 
 def checked_sizes(output: Tensor, sizes: Sequence[int]) -> Shape:

@@ -12,7 +12,7 @@ import numpy as np
 
 from nimblert.arrays.device_arrays import DeviceArray
 from nimblert.arrays.layouts import numpy_dtype
-from nimblert.calls.entries import Take, checked_array
+from nimblert.calls.entries import Take, array_of_shape
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Program, Region, Tensor
 from nimblert.plan.external import DTYPES
@@ -49,18 +49,14 @@ def checked(plan: Plan, weights: NewWeights, take: Take) -> list[Refit]:
         )
     known = replaceable(plan)
     for name in weights:
-        if name not in known and not _is_counter(name):
+        # PyTorch's batch counter of a batch norm, which only training uses, may be there.
+        if name not in known and str(name).rpartition(".")[2] != "num_batches_tracked":
             raise InputError(_unknown(name, weights, known, plan.refits))
-    arrays = {name: _checked(known[name], weights[name], take) for name in weights if name in known}
+    arrays = {
+        name: array_of_shape("weight", known[name], weights[name], take) for name in weights if name in known
+    }
     chosen = [refit for refit in plan.refits if any(tensor.name in arrays for tensor in refit.inputs)]
     return [Refit(program=refit, arrays=_of(refit, arrays)) for refit in chosen]
-
-
-def _checked(weight: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
-    array = checked_array("weight", weight, value, take)
-    if tuple(array.shape) != weight.shape:
-        raise InputError(f"weight {weight.name!r}: shape {tuple(array.shape)}, expected {weight.shape}")
-    return array
 
 
 def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple[np.ndarray | DeviceArray | None, ...]:
@@ -72,11 +68,6 @@ def _of(refit: Program, arrays: Mapping[str, np.ndarray | DeviceArray]) -> tuple
             f"weight {found!r}: the plan holds it folded with {', '.join(map(repr, missing))}: give these, too"
         )
     return tuple(arrays.get(tensor.name) for tensor in refit.inputs)
-
-
-def _is_counter(name: object) -> bool:
-    """Return whether a name is PyTorch's batch counter of a batch norm, which only training uses."""
-    return str(name).rpartition(".")[2] == "num_batches_tracked"
 
 
 def _unknown(name: Any, weights: Mapping[str, Any], known: Mapping[str, Tensor], refits: Sequence[Program]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from nimblert.arrays.layouts import dense_strides, numpy_dtype
 from nimblert.calls import refitting
-from nimblert.calls.entries import checked_array
+from nimblert.calls.entries import array_of_shape
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
 
@@ -54,7 +54,7 @@ class Owner(Protocol):
     plan: Plan
 
     def between_runs(self, do: Callable[[Working], T]) -> T:
-        """Return ``do`` of its memory, which no run uses meanwhile. Raises InputError as a run would."""
+        """Return what ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -147,10 +147,7 @@ class State(Mapping[str, np.ndarray]):
     def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
         tensor = self._tensor(name)
         given = _number(tensor, value) if tensor.shape == () and isinstance(value, int | float) else value
-        array = checked_array("state", tensor, given, working.take)
-        if tuple(array.shape) != tensor.shape:
-            raise InputError(f"state {name!r}: shape {tuple(array.shape)}, expected {tensor.shape}")
-        return tensor, array
+        return tensor, array_of_shape("state", tensor, given, working.take)
 
     def _tensor(self, name: str) -> Tensor:
         known = list(self._tensors)

@@ -5,13 +5,14 @@ and writes. The accesses that the plan declares must be the same.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 
 from nimblert.check import onnx_operators, onnx_rules
 from nimblert.check.bounds import Sizes, array_problems, extent_problems, under
 from nimblert.check.onnx_model import Node, read_model
 from nimblert.check.protobuf import Budget
 from nimblert.errors import PlanFormatError
-from nimblert.plan import Access, Kernel, Launch, Module, Parameter, ParameterKind, Plan, Region
+from nimblert.plan import Kernel, Launch, Module, Parameter, ParameterKind, Plan, Region
 from nimblert.plan.records import DEFAULT_LIMITS, Limits, dense_nbytes
 
 Place = tuple[Region, int, int, int]
@@ -60,16 +61,12 @@ class Nodes(dict[int, Node | None]):
         self._modules = modules
 
     def __missing__(self, module: int) -> Node | None:
-        found = self[module] = _only_node(self._modules[module]) if 0 <= module < len(self._modules) else None
+        graph = None
+        if 0 <= module < len(self._modules):
+            with suppress(PlanFormatError):
+                graph = read_model(bytes(self._modules[module].code), Budget(DEFAULT_LIMITS.model_fields)).graph
+        found = self[module] = graph.node[0] if graph is not None and len(graph.node) == 1 else None
         return found
-
-
-def _only_node(module: Module) -> Node | None:
-    try:
-        graph = read_model(bytes(module.code), Budget(DEFAULT_LIMITS.model_fields)).graph
-    except PlanFormatError:
-        return None
-    return graph.node[0] if graph is not None and len(graph.node) == 1 else None
 
 
 def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, *, refits: bool) -> Iterator[str]:
@@ -94,11 +91,12 @@ def launch_problems(launch: Launch, kernel: Kernel, nodes: Nodes, sizes: Sizes, 
             yield f"{path}: an initializer in {pointer.region.name}, expected WEIGHTS"
         if parameter.kind == ParameterKind.OUTPUT and pointer.region in constant:
             yield f"{path}: an output in {pointer.region.name}, which a run does not change"
-        places = writes if parameter.kind == ParameterKind.OUTPUT else reads
         if nbytes:
-            places.append((pointer.region, pointer.index, pointer.offset, nbytes))
+            accessed = writes if parameter.kind == ParameterKind.OUTPUT else reads
+            accessed.append((pointer.region, pointer.index, pointer.offset, nbytes))
     for what, declared, found in (("reads", launch.reads, reads), ("writes", launch.writes, writes)):
-        if _places(declared) != set(found):
+        places = {(a.pointer.region, a.pointer.index, a.pointer.offset, a.nbytes) for a in declared if a.nbytes}
+        if places != set(found):
             yield f"{what}: are not what the relocations point to"
     yield from _overlap_problems(set(reads) - _overwritten(launch, kernel, nodes), writes)
 
@@ -120,10 +118,6 @@ def _overwritten(launch: Launch, kernel: Kernel, nodes: Nodes) -> set[Place]:
             is_allowed = node is not None and all(onnx_operators.may_overlap(node, p.name) for p in there)
             return {place} if is_allowed else set()
     return set()
-
-
-def _places(accesses: Sequence[Access]) -> set[Place]:
-    return {(a.pointer.region, a.pointer.index, a.pointer.offset, a.nbytes) for a in accesses if a.nbytes}
 
 
 def _overlap_problems(reads: Collection[Place], writes: Collection[Place]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from math import prod
 
 from nimblert.check import division, onnx_operators, onnx_trust
 from nimblert.check.bounds import array_problems, under
-from nimblert.check.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, Opset, TensorValue, Value, read_model
+from nimblert.check.onnx_model import ELEMENT_TYPES, Attribute, Graph, Node, TensorValue, Value, read_model
 from nimblert.check.onnx_operators import Formal
 from nimblert.check.onnx_trust import Call
 from nimblert.check.protobuf import Budget
@@ -77,7 +77,10 @@ def problems(kernel: Kernel, module: Module, budget: Budget, limits: Limits = DE
     if is_blocked != layout.startswith(" nchwc"):
         domains = sorted({node.domain or "" for node in graph.node})
         yield f"module: its origin is {module.origin!r}, for operators of the domains {domains}"
-    yield from _opset_problems(model.opset_import, graph.node)
+    imported = [opset.domain or "" for opset in model.opset_import]
+    called = sorted(set[str]().union(*map(_domains, graph.node)))
+    if sorted(imported) != called:
+        yield f"model: imports operators of {imported}, its nodes are of {called}"
     yield from _signature_problems(graph, kernel.parameters)
     opsets = {opset.domain or "": opset.version or 0 for opset in model.opset_import}
     # A shape of too many dimensions would take long to multiply.
@@ -105,13 +108,6 @@ def _name(node: Node) -> str:
     return f"{node.domain}.{node.op_type}" if node.domain else node.op_type or ""
 
 
-def _opset_problems(imports: Sequence[Opset], nodes: Sequence[Node]) -> Iterator[str]:
-    domains = [opset.domain or "" for opset in imports]
-    called = sorted(set[str]().union(*map(_domains, nodes)))
-    if sorted(domains) != called:
-        yield f"model: imports operators of {domains}, its nodes are of {called}"
-
-
 def _domains(node: Node) -> set[str]:
     graphs = [attribute.g for attribute in node.attribute if attribute.g is not None]
     return {node.domain or ""}.union(*(_domains(inner) for graph in graphs for inner in graph.node))
@@ -120,10 +116,11 @@ def _domains(node: Node) -> set[str]:
 def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterator[str]:
     """Require the model's inputs, outputs and initializers to be the parameters, in order."""
     external = [tensor for tensor in graph.initializer if tensor.data_location == _EXTERNAL]
+    kept = [(tensor.name, _DTYPES.get(tensor.data_type or 0), tensor.dims) for tensor in external]
     for kind, what, found in (
         (ParameterKind.INPUT, "inputs", [declared(value) for value in graph.input]),
         (ParameterKind.OUTPUT, "outputs", [declared(value) for value in graph.output]),
-        (ParameterKind.INITIALIZER, "initializers", [_external(tensor) for tensor in external]),
+        (ParameterKind.INITIALIZER, "initializers", kept),
     ):
         expected = [(p.name, p.dtype, p.shape) for p in parameters if p.kind == kind]
         if found != expected:
@@ -135,10 +132,6 @@ def _signature_problems(graph: Graph, parameters: Sequence[Parameter]) -> Iterat
         expected_entries = [("location", EXTERNAL_FILE), ("offset", "0"), ("length", str(nbytes))]
         if entries != expected_entries:
             yield f"model: initializer {tensor.name!r} is in {entries}, expected {expected_entries}"
-
-
-def _external(tensor: TensorValue) -> tuple[str | None, str | None, tuple[int, ...]]:
-    return tensor.name, _DTYPES.get(tensor.data_type or 0), tensor.dims
 
 
 def _inner_problems(graph: Graph, limits: Limits) -> Iterator[str]:

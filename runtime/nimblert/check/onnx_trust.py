@@ -160,7 +160,7 @@ def _transposed_bias(call: Call) -> Iterator[str]:
 
 
 def _summand(index: int) -> Rule:
-    """Return the tensor that a convolution adds to its output has the output's shape."""
+    """Require the tensor that a convolution adds to its output to have the output's shape."""
 
     def rule(call: Call) -> Iterator[str]:
         given = call.input(index)
@@ -176,7 +176,7 @@ def _batch_norm(call: Call) -> Iterator[str]:
 
 
 def _ranks(*allowed: str) -> Rule:
-    """Return the allowed numbers of dimensions of each input, one digit each."""
+    """Require each input to have as many dimensions as one of the digits given for it."""
 
     def rule(call: Call) -> Iterator[str]:
         for place, (shape, digits) in enumerate(zip(call.inputs, allowed, strict=False)):

@@ -347,16 +347,13 @@ def _input_problems(index: int, tensor: Tensor, plan: Plan, owners: _Owners) -> 
     pointer = tensor.pointer
     if pointer.region is Region.WEIGHTS:
         weight = owners.at.get(pointer.offset, -1)
-        if weight < 0 or not _holds(plan.weights[weight], tensor):
+        there = plan.weights[weight] if weight >= 0 else None
+        if there is None or (there.dtype, there.nbytes) != (tensor.dtype, tensor.span_nbytes):
             yield "pointer: no weight of this dtype and size lies there"
         elif owners.given.setdefault(weight, index) != index:
             yield f"pointer: weights[{weight}] is given to refits[{owners.given[weight]}] too"
     elif pointer.region is not Region.INPUT or pointer.offset:
         yield f"pointer: byte {pointer.offset} of {pointer.region.name}, expected a weight or an INPUT"
-
-
-def _holds(weight: Weight, tensor: Tensor) -> bool:
-    return (weight.dtype, weight.nbytes) == (tensor.dtype, tensor.span_nbytes)
 
 
 _NOT_WHOLE = "{} bytes at {} of WEIGHTS are no whole weight"

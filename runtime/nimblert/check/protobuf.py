@@ -6,10 +6,10 @@ write it (deterministic serialization), and every parser reads the same. See
 https://protobuf.dev/programming-guides/encoding/.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from nimblert.errors import PlanFormatError
 
@@ -21,8 +21,7 @@ _F32, _F64 = Struct("<f"), Struct("<d")
 _WIRE_TYPES = {"int32": _VARINT, "int64": _VARINT, "uint64": _VARINT, "float": _FIXED32, "double": _FIXED64}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class Field(NamedTuple):
     """One field of a message: the name of its attribute in the record, and its encoding.
 
     ``kind`` is "int32" (enums too), "int64", "uint64", "float", "double", "text", "bytes", or the record class of a
@@ -39,16 +38,27 @@ Fields = Mapping[type, Mapping[int, Field]]
 """For each record class its fields by tag, in ascending order: number and wire type as encoded before a value."""
 
 
-def by_tag(numbered: Mapping[type, Mapping[int, Field]]) -> Fields:
-    """Return the fields of each record class by tag, from those by number."""
-    return {
-        record: {number << 3 | _wire_type(field): field for number, field in sorted(fields.items())}
-        for record, fields in numbered.items()
-    }
+def one(number: int, kind: Any) -> Any:
+    """Return the field of a record for a value that a message has at most once; None where it is absent."""
+    return dataclasses.field(default=None, metadata={"number": number, "kind": kind})
 
 
-def _wire_type(field: Field) -> int:
-    return _BYTES if field.packed else _WIRE_TYPES.get(field.kind, _BYTES)
+def many(number: int, kind: Any, *, packed: bool = False) -> Any:
+    """Return the field of a record for a value that a message may repeat."""
+    return dataclasses.field(default=(), metadata={"number": number, "kind": kind, "repeated": True, "packed": packed})
+
+
+def fields_by_tag(*records: type) -> Fields:
+    """Return the fields of each record class by tag. A kind may be the name of a record class that is defined later."""
+    classes = {record.__name__: record for record in records}
+    found: dict[type, dict[int, Field]] = {record: {} for record in records}
+    for record in records:
+        for each in dataclasses.fields(record):
+            number, kind, *rest = each.metadata.values()
+            made = Field(each.name, classes.get(kind, kind), *rest)
+            wire_type = _BYTES if made.packed else _WIRE_TYPES.get(made.kind, _BYTES)
+            found[record][number << 3 | wire_type] = made
+    return {record: dict(sorted(fields.items())) for record, fields in found.items()}
 
 
 class Budget:

@@ -5,7 +5,7 @@ conflicting commands are ordered is checked by `nimblert.check.hazards`.
 """
 
 import copyreg
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -28,7 +28,6 @@ from nimblert.plan import (
     Memset,
     ParameterKind,
     Plan,
-    Pointer,
     Program,
     Record,
     Region,
@@ -294,7 +293,12 @@ def _launch_problems(launch: Launch, scope: _Scope) -> Iterator[str]:
     if scope.nodes is None:
         yield from bounds.launch_problems(launch, kernel)
         for i, relocation in enumerate(launch.relocations):
-            yield from _biased_problems(f"relocations[{i}].pointer", relocation.pointer, sizes)
+            pointer = relocation.pointer
+            if (pointer.region, pointer.index) not in sizes:
+                place = f"{pointer.region.name}({pointer.index})"
+                yield f"relocations[{i}].pointer: the program has no region {place}"
+            elif abs(pointer.offset) > MAX_BIAS:
+                yield f"relocations[{i}].pointer: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
     else:
         from nimblert.check import cpu_rules
 
@@ -316,13 +320,6 @@ def _relocation_problems(launch: Launch) -> Iterator[str]:
     offsets = sorted(relocation.param_offset for relocation in launch.relocations)
     if any(after - before < 8 for before, after in pairwise(offsets)):
         yield "relocations: two of them overlap"
-
-
-def _biased_problems(path: str, pointer: Pointer, sizes: Sizes) -> Iterator[str]:
-    if (pointer.region, pointer.index) not in sizes:
-        yield f"{path}: the program has no region {pointer.region.name}({pointer.index})"
-    elif abs(pointer.offset) > MAX_BIAS:
-        yield f"{path}: offset {pointer.offset}, expected within {MAX_BIAS} of the region"
 
 
 def _memcpy_problems(memcpy: Memcpy, scope: _Scope) -> Iterator[str]:
@@ -457,9 +454,5 @@ def parse_plan(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) ->
     return plan
 
 
-def _reduced(plan: Plan) -> tuple[Callable[[bytes], Plan], tuple[bytes]]:
-    """Return what pickle and copy make a plan of: its file."""
-    return partial(read_plan, fat=True), (bytes(plan.stored()),)
-
-
-copyreg.pickle(Plan, _reduced)
+# Pickle and copy make a plan of its file.
+copyreg.pickle(Plan, lambda plan: (partial(read_plan, fat=True), (bytes(plan.stored()),)))

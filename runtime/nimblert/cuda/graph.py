@@ -74,7 +74,7 @@ class Ends(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes of a command: one that follows what comes before it, and one that what comes after it follows."""
+    """The first node of a command, which follows earlier commands, and its last, which later ones follow."""
 
     first: Handle
     last: Handle
@@ -154,7 +154,9 @@ def add_program(
     followed: set[int] = set()
     for (_, command), before in zip(program.work, edges(program.commands), strict=True):
         nodes = add_command(graph, command, functions, memory, control, crops)
-        _add_edges(graph, last, nodes.first, before)
+        for programmatic in (False, True):
+            sources = [last[edge.source] for edge in before if edge.programmatic is programmatic]
+            add_edges(graph, sources, [nodes.first], programmatic=programmatic)
         followed.update(edge.source for edge in before)
         last.append(nodes.last)
         if not before:
@@ -287,12 +289,6 @@ def add_fill(graph: Handle, dst: int, filling: Filling) -> Handle:
 def add_record(graph: Handle, event: Handle) -> Handle:
     """Add the record of an event to a graph, without edges, and return its node."""
     return call("cuGraphAddEventRecordNode", graph, None, 0, event)
-
-
-def _add_edges(graph: Handle, nodes: Sequence[Handle], node: Handle, before: Sequence[Edge]) -> None:
-    for programmatic in (False, True):
-        sources = [nodes[e.source] for e in before if e.programmatic is programmatic]
-        add_edges(graph, sources, [node], programmatic=programmatic)
 
 
 def add_edges(graph: Handle, before: Sequence[Handle], after: Sequence[Handle], *, programmatic: bool = False) -> None:

@@ -64,7 +64,7 @@ def _time_alone(backend: GraphProgram, command: Work, begin: Handle, end: Handle
 
 
 def _run_once(backend: GraphProgram, add: Callable[[Handle], object]) -> None:
-    """Run the graph of the nodes that ``add`` adds to its end."""
+    """Run the graph of the nodes that ``add`` adds, and wait."""
     stream = backend.begin(None)  # the caller may have had another CUDA context since
     executable = graph.instantiated(add)
     with ExitStack() as stack:

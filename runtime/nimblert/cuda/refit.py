@@ -44,7 +44,11 @@ class Refitter:
         """
         with closing(Context(self._device)) as context:
             call("cuCtxSynchronize")  # launches may still be running
-            prepared = self._prepare([given.program for given in refits])
+            programs = [given.program for given in refits]
+            if self._prepared is None or [*map(id, self._prepared.programs)] != [*map(id, programs)]:
+                self.close()
+                self._prepared = _PreparedRefits(self._device, programs, self._weights, self._functions)
+            prepared = self._prepared
             moves, uploads = self._copies(context, refits, prepared)
             for move in moves:
                 move()
@@ -52,13 +56,6 @@ class Refitter:
             if prepared.graph is not None:
                 call("cuGraphLaunch", prepared.graph, DEFAULT_STREAM)
             call("cuCtxSynchronize")
-
-    def _prepare(self, programs: Sequence[Program]) -> "_PreparedRefits":
-        """Return memory and graph for these refits, the last call's if it had the same ones."""
-        if self._prepared is None or [*map(id, self._prepared.programs)] != [*map(id, programs)]:
-            self.close()
-            self._prepared = _PreparedRefits(self._device, programs, self._weights, self._functions)
-        return self._prepared
 
     def _copies(
         self, context: Context, refits: Sequence[Refit], prepared: "_PreparedRefits"
@@ -107,26 +104,16 @@ class _PreparedRefits:
         with ExitStack() as owned:
             context = Context(device)
             owned.callback(context.close)
-            self.memories = [_memory(context, program, weights) for program in programs]
+            arenas = [{(Region.ARENA, 0): allocate(context, program.arena_nbytes)} for program in programs]
+            self.memories = [DeviceMemory(context, p, {**weights, **a}) for p, a in zip(programs, arenas, strict=True)]
+
+            def add(built: Handle) -> None:
+                # No refit needs what another makes.
+                for program, memory in zip(programs, self.memories, strict=True):
+                    graph.add_program(built, program, functions, memory)
+
             if any(program.commands for program in programs):
-                made = _beside_each_other(programs, self.memories, functions)
+                made = graph.instantiated(add)
                 self.graph = context.acquire(made, "cuGraphExecDestroy")
                 call("cuGraphUpload", self.graph, DEFAULT_STREAM)
             self.close = owned.pop_all().close
-
-
-def _memory(context: Context, program: Program, weights: Bases) -> DeviceMemory:
-    arena = allocate(context, program.arena_nbytes)
-    return DeviceMemory(context, program, {**weights, (Region.ARENA, 0): arena})
-
-
-def _beside_each_other(
-    programs: Sequence[Program], memories: Sequence[DeviceMemory], functions: Sequence[Handle]
-) -> Handle:
-    """Return an executable graph of independent programs: no refit needs what another makes."""
-
-    def add(built: Handle) -> None:
-        for program, memory in zip(programs, memories, strict=True):
-            graph.add_program(built, program, functions, memory)
-
-    return graph.instantiated(add)

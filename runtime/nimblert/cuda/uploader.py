@@ -94,25 +94,19 @@ class _Slot(NamedTuple):
     read: Handle
 
 
-def _parts(uploads: Iterable[Upload]) -> Iterator[Upload]:
-    """Yield uploads in parts that a slot holds."""
-    for upload in uploads:
-        for start in range(0, upload.source.nbytes, _SLOT_NBYTES):
-            source = upload.source[start : start + _SLOT_NBYTES]
-            is_last = start + _SLOT_NBYTES >= upload.source.nbytes
-            yield Upload(upload.target + start, source, upload.then if is_last else None)
-
-
 def _slotfuls(uploads: Iterable[Upload]) -> Iterator[list[Upload]]:
     """Yield lists of parts, each of as many as a slot holds."""
     parts: list[Upload] = []
     nbytes = 0
-    for part in _parts(uploads):
-        if nbytes + part.source.nbytes > _SLOT_NBYTES:
-            yield parts
-            parts, nbytes = [], 0
-        parts.append(part)
-        nbytes += part.source.nbytes
+    for upload in uploads:
+        for start in range(0, upload.source.nbytes, _SLOT_NBYTES):
+            source = upload.source[start : start + _SLOT_NBYTES]
+            is_last = start + _SLOT_NBYTES >= upload.source.nbytes
+            if nbytes + source.nbytes > _SLOT_NBYTES:
+                yield parts
+                parts, nbytes = [], 0
+            parts.append(Upload(upload.target + start, source, upload.then if is_last else None))
+            nbytes += source.nbytes
     if parts:
         yield parts
 

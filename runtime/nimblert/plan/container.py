@@ -49,13 +49,14 @@ def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = No
     A file is mapped: code and weights are slices of the map. Overwriting the file in place then changes the plan, and
     truncating it ends the process (SIGBUS) when the bytes are next read; replacing it by a rename, as `save` does, is
     safe. ``copy`` reads the file into memory instead, so that later changes do not matter. Mutable bytes are always
-    copied. So are all bytes where ``trust`` names keys, of which one must have signed them: those that are verified are
-    those that are then parsed and run.
+    copied. So are all bytes with ``trust``, one of whose keys must have signed them: what was verified is then parsed
+    and run.
     """
     copy = copy or trust is not None
     if isinstance(source, bytes | bytearray | memoryview):
         view = memoryview(source)
-        image = view.cast("B") if _is_constant(view) and not copy else _copied(view)
+        is_constant = view.readonly and view.c_contiguous and view.nbytes > 0
+        image = view.cast("B") if is_constant and not copy else _copied(view)
     elif isinstance(source, str | os.PathLike):
         image = read_file(source, "a plan file", copy=copy)
     else:
@@ -69,10 +70,6 @@ def open_image(source: Source, *, copy: bool = False, trust: "Trust | None" = No
         signatures.verify(image, name(source) if isinstance(source, str | os.PathLike) else None, trust)
     check_frame(image, name(source))
     return image
-
-
-def _is_constant(view: memoryview) -> bool:
-    return view.readonly and view.c_contiguous and view.nbytes > 0
 
 
 def _copied(view: memoryview) -> memoryview:
@@ -122,7 +119,8 @@ def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryv
     Raises PlanError where there is no such regular file, or an empty one.
     """
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        # Opening a pipe would otherwise wait for a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             nbytes = _file_nbytes(file, path, what)
             if not copy:
                 return memoryview(_mapped(file, nbytes))
@@ -139,11 +137,6 @@ def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryv
         raise PlanError(f"{name(path)}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:  # a null character in the path, more than can be mapped
         raise PlanError(f"{name(path)!r}: cannot be read: {exc}") from exc
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open without blocking: a pipe would otherwise wait for a writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str], what: str) -> int:
@@ -229,7 +222,8 @@ def decoded(image: memoryview, path: str, limits: Limits = DEFAULT_LIMITS) -> Pl
 def check_frame(image: memoryview, path: str) -> None:
     """Raise PlanFormatError unless identifier, trailer and the lengths in it are those of a plan file."""
     if image[4:8] != IDENTIFIER:
-        raise PlanFormatError(f"{path}: is not a plan file{_resemblance(image)}")
+        kinds = (f", it looks like {what}" for start, what in _SIGNATURES if image[: len(start)] == start)
+        raise PlanFormatError(f"{path}: is not a plan file{next(kinds, '')}")
     actual = len(image)
     if actual >= TRAILER.size:
         magic, flatbuffer_nbytes, expected, _ = TRAILER.unpack(image[-TRAILER.size :])
@@ -240,12 +234,3 @@ def check_frame(image: memoryview, path: str) -> None:
         raise PlanFormatError(f"{path}: the end of its {actual} bytes is missing or damaged; copy it again")
     state = "is cut short" if named > actual else "has bytes behind its end"
     raise PlanFormatError(f"{path}: {state}: {actual} bytes, expected {named}; copy it again")
-
-
-def _resemblance(image: memoryview) -> str:
-    """Return the kind of file that it looks like, for the end of a message."""
-    start = bytes(image[:32])
-    for signature, what in _SIGNATURES:
-        if start.startswith(signature):
-            return f", it looks like {what}"
-    return ""

@@ -67,8 +67,6 @@ class FlatBuffer:
         return start, view[start : start + nbytes]
 
 
-_OFFSET = struct.Struct("<I")
-
 _Reader: TypeAlias = Callable[[int], Any]
 """A function that returns the value at a position of the FlatBuffer."""
 _Layout: TypeAlias = tuple[int, list[tuple[str, int, _Reader]]]
@@ -86,7 +84,11 @@ def decode(image: memoryview, flatbuffer_nbytes: int, limits: Limits = DEFAULT_L
         major, minor = _header(buffer, "schema")
     except struct.error as exc:
         raise PlanFormatError(f"flatbuffer is damaged: {exc}") from exc
-    _check_major(major, minor)
+    if not schema.OLDEST_MAJOR <= major <= schema.MAJOR:
+        raise PlanFormatError(
+            f"made with plan schema {major}.{minor}, this nimblert reads {schema.OLDEST_MAJOR}.x to {schema.MAJOR}.x;"
+            f" {'install a newer nimblert' if major > schema.MAJOR else 'compile the model again'}"
+        )
     unpacker = Unpacker(limits.unpacked_nbytes)
     decoder = _Decoder(buffer, image, unpacker)
     try:
@@ -120,14 +122,6 @@ def _header(buffer: FlatBuffer, name: str) -> tuple[int, int]:
         raise PlanFormatError(f"flatbuffer: Plan at byte {root} lacks its field {name}")
     first, second = schema.STRUCTS[fields[slot].type].unpack_from(buffer.view, root + places[slot])
     return first, second
-
-
-def _check_major(major: int, minor: int) -> None:
-    if not schema.OLDEST_MAJOR <= major <= schema.MAJOR:
-        raise PlanFormatError(
-            f"made with plan schema {major}.{minor}, this nimblert reads {schema.OLDEST_MAJOR}.x to {schema.MAJOR}.x;"
-            f" {'install a newer nimblert' if major > schema.MAJOR else 'compile the model again'}"
-        )
 
 
 def _hint(major: int, minor: int) -> str:
@@ -287,7 +281,7 @@ class _Decoder:
 
             def tables(at: int) -> tuple[Any, ...]:
                 start, offsets = buffer.vector(at, 4)
-                return tuple([read(start + 4 * i + offset) for i, (offset,) in enumerate(_OFFSET.iter_unpack(offsets))])
+                return tuple([read(start + 4 * i + offset) for i, (offset,) in enumerate(_U32.iter_unpack(offsets))])
 
             return tables
         if item == "ubyte":

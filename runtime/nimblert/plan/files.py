@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from nimblert.errors import NimbleError
 
 _PREFIX = ".nimblec-"
 _LOCK = "lock"
 _LOCKED_AFTER_S = 3600.0
-"""An empty folder of this age has no owner, who was killed before it locked the folder, or while it removed it."""
+"""Empty folders of this age are abandoned: their owners were killed before they locked, or while they removed them."""
 
 
 @contextmanager
@@ -32,7 +32,11 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     folder = _temporary() if parent is None else _made(parent)
     # A TemporaryDirectory would be removed as the interpreter shuts down, while a daemon thread may still use it.
     try:
-        with _locked(folder):
+        unnamed = folder / f"{_LOCK}.new"
+        with unnamed.open("wb") as file:
+            # The file gets its name only once it is locked.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            unnamed.rename(folder / _LOCK)
             yield folder
     finally:
         _remove(folder)
@@ -52,16 +56,6 @@ def _made(parent: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; the file gets its name only once it is locked."""
-    unnamed = folder / f"{_LOCK}.new"
-    with unnamed.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        unnamed.rename(folder / _LOCK)
-        yield
-
-
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that have ended, of this user only."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -73,10 +67,10 @@ def _remove_abandoned(parent: Path) -> None:
                 folder.rmdir()
                 continue
             with (folder / _LOCK).open("rb") as file:
-                if _is_free(file):
-                    _remove(folder)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
         except OSError:
-            continue  # another process was faster, or it is not one of ours
+            continue  # its owner holds the lock, another process was faster, or it is not one of ours
 
 
 def _remove(folder: Path) -> None:
@@ -88,14 +82,6 @@ def _remove(folder: Path) -> None:
             elif path.name != _LOCK:
                 path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_free(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 _KINDS = {

@@ -7,9 +7,9 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from nimblert.errors import InputError, PlanSignatureError
 
@@ -164,9 +164,4 @@ def _digests(payload: bytes) -> list[str]:
     for field, expected in (("_type", STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
         if statement[field] != expected:
             raise ValueError(f"{field} is {statement[field]!r:.100}, expected {expected!r}")
-    return list(_sha256s(statement["subject"]))
-
-
-def _sha256s(subjects: Any) -> Iterator[str]:
-    for subject in subjects:
-        yield subject["digest"]["sha256"].lower()
+    return [subject["digest"]["sha256"].lower() for subject in statement["subject"]]
