@@ -35,7 +35,7 @@ def flattened(model: TorchModel) -> TorchModel:
         return model
     given = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
     program = None
-    written = declared_writes(model.module)
+    written = model.writes or declared_writes(model.module)
     if not written:
         try:
             program = trace(model.module, model.args, model.kwargs, device=device_of(model))
@@ -49,7 +49,7 @@ def flattened(model: TorchModel) -> TorchModel:
 
 def written_storages(model: TorchModel) -> frozenset[int]:
     """Return the storages of its own that a model writes; empty if it cannot be a graph."""
-    if written := declared_writes(model.module):
+    if written := model.writes or declared_writes(model.module):
         held = storages(model.module)
         return frozenset(held[name] for name in written)
     try:
