@@ -1,5 +1,6 @@
 """A model as a flat graph of ATen calls."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 from nimblec.base.errors import TraceError, UnsupportedModelError
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.state import StateSlot, set_slot, slots
-from nimblec.pytorch.aten_graph import StateWrittenError, trace
+from nimblec.pytorch.aten_graph import AtenProgram, StateWrittenError, record_exported, trace
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.recording import record
 from nimblec.pytorch.state import (
@@ -38,7 +39,7 @@ def flattened(model: TorchModel) -> TorchModel:
     written = model.writes or declared_writes(model.module)
     if not written:
         try:
-            program = trace(model.module, model.args, model.kwargs, device=device_of(model))
+            program = _recorded(model) or trace(model.module, model.args, model.kwargs, device=device_of(model))
         except StateWrittenError as exc:
             written = exc.names
     state = state_of(type(model.module).__name__, model.module, written, model.written_elsewhere)
@@ -63,18 +64,25 @@ def written_storages(model: TorchModel) -> frozenset[int]:
 def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...]) -> TorchModel:
     tensors = named_tensors(model.module)
     kept = tuple(tensors[each.name] for each in state)
-    traced = record if isinstance(model.module, Writing) and model.module.makes_aten_calls else trace
-    program = traced(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
+    program = _recorded(model, [(tensor, each.is_written) for tensor, each in zip(kept, state, strict=True)])
+    if program is None:
+        traced = record if isinstance(model.module, Writing) and model.module.makes_aten_calls else trace
+        program = traced(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
+        for node in program.module.graph.nodes:
+            path = str(node.meta.get("source", ""))
+            node.meta["source"] = "" if path == WithState.INNER else path.removeprefix(f"{WithState.INNER}.")
     arguments = [node for node in program.module.graph.nodes if node.op == "placeholder"][-len(kept) :]
     outputs = count(len(output_strides(program.module)) - sum(each.is_written for each in state))
     for argument, each, tensor in zip(arguments, state, kept, strict=True):
         output = next(outputs) if each.is_written else None
         set_slot(argument, StateSlot(name=each.name, tensor=tensor, output=output))
-    for node in program.module.graph.nodes:
-        path = str(node.meta.get("source", ""))
-        node.meta["source"] = "" if path == WithState.INNER else path.removeprefix(f"{WithState.INNER}.")
     result = program.part(0)
     return replace(model, module=program.module, args=(*given, *kept), kwargs={}, nest=result.nest, is_flat=True)
+
+
+def _recorded(model: TorchModel, state: Sequence[tuple[torch.Tensor, bool]] = ()) -> AtenProgram | None:
+    leaves = pytree.tree_leaves((model.args, model.kwargs))
+    return record_exported(model.module, leaves, state, device=device_of(model))
 
 
 def device_of(model: TorchModel) -> str:
