@@ -35,11 +35,15 @@ CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg
 
 
 class StateWrittenError(UnsupportedModelError):
-    """A run writes into parameters or buffers of the module, those of these ``names``."""
+    """A run writes into parameters or buffers of the module, those of these ``names``.
+
+    ``exported`` is the program with these writes, where it was made before they were found.
+    """
 
     def __init__(self, message: str, names: Sequence[str]) -> None:
         super().__init__(message)
         self.names = tuple(names)
+        self.exported: torch.export.ExportedProgram | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,11 @@ def trace(
             if apart is not None and not inside.keys() - apart.keys():
                 raise TraceError(str(exc)) from exc
             apart = {**(apart or {}), **inside}
-        pure = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+        try:
+            pure = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+        except StateWrittenError as exc:
+            exc.exported = exported
+            raise
 
 
 def record_exported(

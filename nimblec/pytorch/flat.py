@@ -35,16 +35,18 @@ def flattened(model: TorchModel) -> TorchModel:
     if model.is_flat:
         return model
     given = tuple(t for t in pytree.tree_leaves((model.args, model.kwargs)) if isinstance(t, torch.Tensor))
-    program = None
+    program, exported = None, model
     written = model.writes or declared_writes(model.module)
     if not written:
         try:
             program = _recorded(model) or trace(model.module, model.args, model.kwargs, device=device_of(model))
         except StateWrittenError as exc:
             written = exc.names
+            if exc.exported is not None:
+                exported = replace(model, module=exc.exported.module(check_guards=False))
     state = state_of(type(model.module).__name__, model.module, written, model.written_elsewhere)
     if program is None or state:
-        return _with_state(model, given, state)
+        return _with_state(model, given, state, exported)
     return replace(model, module=program.module, args=given, kwargs={}, nest=program.nest, is_flat=True)
 
 
@@ -61,10 +63,13 @@ def written_storages(model: TorchModel) -> frozenset[int]:
     return frozenset(slot.tensor.untyped_storage()._cdata for slot in found if slot.output is not None)
 
 
-def _with_state(model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...]) -> TorchModel:
+def _with_state(
+    model: TorchModel, given: tuple[torch.Tensor, ...], state: tuple[StateTensor, ...], exported: TorchModel
+) -> TorchModel:
+    """Return the model as a graph with its state as arguments; ``exported`` is the same one, exported if it was."""
     tensors = named_tensors(model.module)
     kept = tuple(tensors[each.name] for each in state)
-    program = _recorded(model, [(tensor, each.is_written) for tensor, each in zip(kept, state, strict=True)])
+    program = _recorded(exported, [(tensor, each.is_written) for tensor, each in zip(kept, state, strict=True)])
     if program is None:
         traced = record if isinstance(model.module, Writing) and model.module.makes_aten_calls else trace
         program = traced(WithState(model.module, state), ((model.args, model.kwargs), kept), device=device_of(model))
