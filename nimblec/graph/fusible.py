@@ -69,6 +69,13 @@ def is_pointwise(node: fx.Node) -> bool:
     return is_tagged_pointwise(node) or _name(node) in _POINTWISE
 
 
+def is_counter(node: fx.Node) -> bool:
+    """Return whether a generated kernel can compute the call: one integer or bool, whose bits no kernel changes."""
+    value = node.meta["val"]
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point()
+    return is_one and is_fusible(node) and is_pointwise(node)
+
+
 def is_stencil(node: fx.Node) -> bool:
     """Return whether each result reads a neighbourhood, so that computing its argument on the fly would repeat work."""
     return _name(node) in _STENCILS

@@ -95,12 +95,12 @@ def record_rows(
 
     def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         number, state, stacks = slots[0], slots[1 : 1 + states], slots[1 + states :]
-        place = number.reshape(1)
+        place, following = number.reshape(1), number + 1
         rows = [value.index_select(0, place).squeeze(0) for value in scanned]
         results = trip(inner, state, rows)
         made = zip(stacks, results[states:], strict=True)
         copied = [stack.index_copy(0, place, row.unsqueeze(0)) for stack, row in made]
-        return number + 1 < count, [number + 1, *results[:states], *copied]
+        return following < count, [following, *results[:states], *copied]
 
     empty = [torch.zeros(tuple(value.shape), dtype=value.dtype) for value in stacked]
     values = [torch.tensor(begin), *first, *empty]

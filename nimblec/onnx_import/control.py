@@ -182,9 +182,10 @@ def _recorded_loop(
         stacks = [torch.zeros((int(trip), *row.shape), dtype=row.dtype) for row in rows]
 
     def step(inner: Recorder, slots: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        number, going, *values = slots
+        number, *values = slots
         before, made = values[: len(carried)], values[len(carried) :]
-        going, *values = _body_values(walk, inner, body, (number, going, *before), scope, frame)
+        # A trip begins only while the condition holds.
+        going, *values = _body_values(walk, inner, body, (number, torch.tensor(True), *before), scope, frame)
         added = zip(made, values[len(carried) :], strict=True)
         made = [
             stack.index_copy(0, number.reshape(1).clamp(max=stack.shape[0] - 1), row.unsqueeze(0))
@@ -192,13 +193,13 @@ def _recorded_loop(
         ]
         going, number = going.reshape(()).to(torch.bool), number + 1
         going = going if count is None else going & (number < count)
-        return going, [number, going, *values[: len(carried)], *made]
+        return going, [number, *values[: len(carried)], *made]
 
     limit = trip_limit.get() if count is None or isinstance(count, FakeTensor) else int(count)
     start = condition.reshape(()).to(torch.bool)
     start = start if count is None else start & (count > 0)
-    first = [torch.tensor(0), start, *_tensors(carried), *stacks]
-    trips, _, *results = record_loop(walk.recorder, start, first, step, limit=max(0, limit))
+    first = [torch.tensor(0), *_tensors(carried), *stacks]
+    trips, *results = record_loop(walk.recorder, start, first, step, limit=max(0, limit))
     if rows is not None:
         return results
     return [*results[: len(carried)], *(counted(stack, {0: trips}) for stack in results[len(carried) :])]

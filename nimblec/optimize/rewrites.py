@@ -163,7 +163,8 @@ OUTPUTS = (
 )
 
 
-def _is_half(setting: Setting) -> bool:
+def is_half(setting: Setting) -> bool:
+    """Return whether the target computes in half precision."""
     return setting.dtype is not None
 
 
@@ -172,9 +173,9 @@ def _is_on_cuda(setting: Setting) -> bool:
 
 
 REWRITES = Pipeline(
-    Phase(name="canonical", passes=CANONICAL, when=_is_half),
-    Phase(name="fuse", passes=FUSE, when=_is_half),
-    Phase(name="precision", passes=PRECISION, when=_is_half),
+    Phase(name="canonical", passes=CANONICAL, when=is_half),
+    Phase(name="fuse", passes=FUSE, when=is_half),
+    Phase(name="precision", passes=PRECISION, when=is_half),
     Phase(name="canonical", passes=CANONICAL),
     Phase(name="fuse", passes=FUSE),
     Phase(name="layout", passes=LAYOUT, when=_is_on_cuda),

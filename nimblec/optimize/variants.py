@@ -7,22 +7,25 @@ from functools import partial
 import torch
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError
+from nimblec.graph import control
 from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.passes.cast import cast
+from nimblec.optimize.passes.generate import generate_counters
 from nimblec.optimize.passes.recurrent import pack_recurrent_weights
 from nimblec.optimize.passes.state import write_state
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe, Report, Runs, Setting
-from nimblec.optimize.rewrites import REWRITES
+from nimblec.optimize.rewrites import REWRITES, is_half
 from nimblec.optimize.torch_compile import compiled
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.control import has_control
-from nimblec.pytorch.flat import device_of, flattened
+from nimblec.pytorch.flat import device_of
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.recurrent import has_lengths
 
-CAST = Pipeline(
+AS_WRITTEN = Pipeline(
     Phase(
         name="precision",
+        when=is_half,
         passes=(
             Pass(run=cast, takes=("dtype",), reason="the graph is cast as the model's author wrote it"),
             Pass(
@@ -34,10 +37,13 @@ CAST = Pipeline(
     ),
     Phase(
         name="state",
-        passes=(Pass(run=write_state, needs=(cast,), reason="every other pass takes a call to be pure"),),
+        passes=(
+            Pass(run=generate_counters, needs=(cast,), reason="a kernel that counts writes its count in place"),
+            Pass(run=write_state, needs=(generate_counters,), reason="every other pass takes a call to be pure"),
+        ),
     ),
 )
-"""-O0 in half precision: cast, and nothing else."""
+"""-O0 of a graph: the model's calls in its own or in half precision. State is written in place, and loops count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +77,12 @@ def variants(
             raise CompileError("--precision: a model from torch.compile keeps its own: compile the plain module")
         yield as_it_runs(model)
     elif level == 0:
-        cast = partial(Runs(model, Setting(device=device_of(model), dtype=dtype), report), CAST)
-        if dtype is not None:
-            yield Variant(name="cast", make=cast)
-            return
-        if model.is_flat or not (has_control(model.module) or has_lengths(model.module)):
+        is_possible = dtype is None and not _has_bodies(model)
+        if is_possible:
             yield as_it_runs(model)
-        if not model.is_flat:
-            yield Variant(name="as a graph", make=partial(flattened, model), is_fallback=True)
+        if not (is_possible and model.is_flat):
+            runs = Runs(model, Setting(device=device_of(model), dtype=dtype), report)
+            yield replace(_as_written(runs, dtype), is_fallback=True)
     elif level == 1:
         runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
         yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
@@ -115,12 +119,23 @@ def _of_level_2(
     if model.written_elsewhere:
         return
     # What no rewrite touched: the framework's own kernels, such as cuDNN's LSTM, may be faster than ours.
-    if dtype is not None:
-        yield Variant(name="cast", make=partial(runs, CAST))
-    elif model.is_flat or not has_control(model.module):
+    if dtype is not None or _has_bodies(model):
+        yield _as_written(runs, dtype)
+    else:
         yield replace(as_it_runs(model), is_original=False)
     if not (has_kernels or dtype is not None):
         yield Variant(name="torch.compile", make=partial(compiled, model))
+
+
+def _has_bodies(model: TorchModel) -> bool:
+    """Return whether a model has loops or branches, which it cannot run as it is where a capture is to hold them."""
+    if model.is_flat:
+        return any(control.calls(model.module))
+    return has_control(model.module) or has_lengths(model.module)
+
+
+def _as_written(runs: Runs, dtype: torch.dtype | None) -> Variant:
+    return Variant(name="as a graph" if dtype is None else "cast", make=partial(runs, AS_WRITTEN))
 
 
 def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:

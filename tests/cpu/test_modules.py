@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from control_models import Late
 from forked import python
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
@@ -43,6 +44,15 @@ def test_the_bodies_of_control_flow(name: str) -> None:
     with loaded(BODIES[name], X) as exe:
         for x in (X, -X, X.abs()):
             np.testing.assert_allclose(exe(x.numpy()), BODIES[name](x).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_loop_reads_old_values_beside_new_ones(count: int) -> None:
+    model, x = Late().eval(), torch.randn(3, 64)
+    with loaded(model, x, torch.tensor(2)) as exe, torch.no_grad():
+        expected = model(x, torch.tensor(count))
+        for mine, theirs in zip(exe(x.numpy(), np.array(count)), expected, strict=True):
+            np.testing.assert_allclose(mine, theirs.numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_complex_tensor_is_its_two_parts(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ class Network(nn.Module):
         rows = self.norm(self.filter(pixels).transpose(1, 2))
         heads = self.joined(rows).reshape(1, -1, 6, 16).transpose(1, 2)
         seen = functional.scaled_dot_product_attention(*heads.chunk(3, 1))
-        self.total += torch.bmm(seen[0], seen[0].transpose(1, 2)).sum() + torch.cumsum(rows, 1)
+        self.total += torch.bmm(seen[0], seen[0].transpose(1, 2)).sum() + torch.cumsum(rows > 0, 1).type_as(rows)
         states = self.steps(rows[:, :4])[0]
         return self.total.softmax(-1), states, torch.zeros_like(states)
 

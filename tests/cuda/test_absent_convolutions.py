@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nimblec.cuda.absent.convolutions import convolve_as_images, join_groups
+from nimblec.cuda.absent.layout import sum_vectors
 from nimblec.graph.rewriter import bound, fake, is_call
 from nimblec.graph.vocabulary import CONVOLUTIONS
 from nimblec.kernels.products.gemm_match import requests
@@ -89,3 +90,19 @@ def test_activation_goes_with_its_convolution() -> None:
 
     after = checked(model, x, convolve_as_images, rtol=1e-4)
     assert [request.activation for request in requests(after)] == ["gelu_tanh", "relu6"]
+
+
+def test_products_of_vectors_become_sums() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        row, column = torch.mm(x[:1], y), torch.addmm(x[0, :1], x, y[:, :1])
+        outer = torch.bmm(x[None, :, :1], y[None, :1])
+        return torch.baddbmm(outer, x[None], y[None]) * row + column
+
+    after = checked(model, (normal(5, 6), normal(6, 4)), sum_vectors, rtol=1e-9)
+    assert (counts(after)["sum"], counts(after)["baddbmm"]) == (3, 1)
+    assert not {"mm", "addmm", "bmm"} & counts(after).keys()
+
+
+def test_products_of_vectors_by_constants_stay() -> None:
+    weight = normal(6, 1)
+    assert counts(checked(lambda x: torch.mm(x, weight), normal(5, 6), sum_vectors))["mm"] == 1

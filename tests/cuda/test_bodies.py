@@ -1,5 +1,11 @@
 """The tasks of a recorded body become a graph of their own, with its own values in its own memory."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
 from nimblec.base.ir import (
     Access,
     Buffer,
@@ -76,6 +82,81 @@ def test_a_loop_is_one_task_whose_body_keeps_its_own_values() -> None:
     plan = plan_of(graph)
     (command,) = [work for _, work in plan.programs[0].work if isinstance(work, While)]
     assert (command.limit, len(plan.bodies[0].commands)) == (9, 3)
+
+
+LOCALS = (LOCAL, Y + 1, Y + 2)
+
+
+def looped(tasks: Sequence[Task]) -> Graph:
+    """Return a graph of one loop whose body runs these tasks and ends it."""
+    body = [*tasks, fill(GOING, 0)]
+    graph = recorded(copy(SLOT, X), fill(GOING, 1), *body, copy(Y, SLOT))
+    more = tuple(Buffer(kind=BufferKind.TEMPORARY, nbytes=64) for _ in LOCALS[1:])
+    loop = Region(source="", bodies=[RecordedBody(first=2, end=2 + len(body))], decider=0, limit=9)
+    return folded(replace(graph, buffers=(*graph.buffers, *more)), loop)
+
+
+@pytest.mark.parametrize(
+    ("body", "left"),
+    [
+        ([(LOCAL, X), (SLOT, LOCAL)], 1),
+        ([(LOCAL, X), (Y, SLOT), (SLOT, LOCAL)], 3),
+        ([(LOCAL, SLOT), (SLOT, LOCAL)], 2),
+        ([(LOCAL, X), (SLOT, LOCAL), (Y, LOCAL)], 2),
+    ],
+    ids=["unread", "old value read later", "old value read by its writer", "new value read later"],
+)
+def test_body_computes_values_in_place_of_copies(body: list[tuple[int, int]], left: int) -> None:
+    graph = looped([copy(dst, src) for dst, src in body])
+    assert len(graph.bodies[0].graph.tasks) == left + 1
+    plan_of(graph)
+
+
+def random_body(seed: int) -> list[Task]:
+    """Return fills and copies of halves and wholes, which read local values only where they were written."""
+    draw = np.random.default_rng(seed)
+    written = {(buffer, half) for buffer in (X, SLOT, Y) for half in (0, 32)}
+    tasks = []
+    for value in range(draw.integers(2, 10)):
+        halves = ((0,), (32,), (0, 32), (0, 32))[draw.integers(4)]
+        dst = (SLOT, Y, *LOCALS)[draw.integers(5)]
+        sources = [b for b in (X, SLOT, Y, *LOCALS) if b != dst and all((b, half) in written for half in halves)]
+        src = sources[draw.integers(len(sources))]
+        to, of = (Access(buffer=buffer, offset=halves[0], nbytes=32 * len(halves)) for buffer in (dst, src))
+        work = CopyWork(dst=to, src=of) if draw.random() < 0.7 else FillWork(dst=to, value=value, element_nbytes=1)
+        tasks.append(Task(op=0, work=work, reads=(of,) if isinstance(work, CopyWork) else (), writes=(to,)))
+        written |= {(dst, half) for half in halves}
+    return tasks
+
+
+def run(tasks: Sequence[Task], memory: dict[int, bytearray]) -> None:
+    for work in (task.work for task in tasks):
+        assert isinstance(work, CopyWork | FillWork)
+        value = bytes([work.value]) * work.dst.nbytes if isinstance(work, FillWork) else bytes(
+            memory[work.src.buffer][work.src.offset : work.src.offset + work.src.nbytes]
+        )
+        memory[work.dst.buffer][work.dst.offset : work.dst.offset + work.dst.nbytes] = value
+
+
+def test_body_without_copies_writes_what_it_did() -> None:
+    dropped = 0
+    for seed in range(250):
+        tasks = random_body(seed)
+        graph = looped(tasks)
+        plan_of(graph)
+        expected = {buffer: bytearray([100 + buffer]) * 64 for buffer in (X, SLOT, GOING, Y, *LOCALS)}
+        (body,), work = graph.bodies, graph.tasks[2].work
+        assert isinstance(work, LoopWork)
+        inner = dict(zip(work.call.buffers, body.outer, strict=True))
+        found = {number: bytearray(64) for number in range(len(body.graph.buffers))}
+        found |= {number: expected[buffer].copy() for buffer, number in inner.items()}
+        untouched = {buffer: value.copy() for buffer, value in expected.items() if buffer not in inner}
+        run(tasks, expected)
+        run(body.graph.tasks, found)
+        for buffer in (X, SLOT, Y):
+            assert expected[buffer] == (found[inner[buffer]] if buffer in inner else untouched[buffer]), (seed, buffer)
+        dropped += len(tasks) + 1 - len(body.graph.tasks)
+    assert dropped > 20
 
 
 def test_each_branch_has_its_body_and_bodies_nest() -> None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import nimblec
 import nimblert
 from nimblert.errors import InputError
-from nimblert.plan import Switch, While
+from nimblert.plan import Memcpy, Switch, While
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +47,20 @@ def test_a_plan_computes_what_the_module_does(name: str, level: int) -> None:
                 np.testing.assert_allclose(mine, theirs.cpu().numpy(), rtol=1e-4, atol=1e-4)
         kinds = {type(command) for _, command in exe.plan.programs[0].work}
         assert kinds & {While, Switch}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_trip_costs_one_kernel_beside_its_body(level: int) -> None:
+    """Beside the runtime's own, which sets the condition: values are computed in place, and none is copied."""
+    exe, _ = compiled("counted", level=level)
+    with exe:
+        (body,) = exe.plan.bodies
+        work = [command for _, command in body.work]
+        assert not any(isinstance(command, Memcpy) for command in work)
+        names = {body.ops[command.op].name for command in work}
+        counting = {name for name in names if "_lt" in name}
+        assert len(counting) == sum("_lt" in body.ops[command.op].name for command in work) == 1
+        assert len(names - counting) <= 3, "linear, tanh and add"
 
 
 def test_a_loop_beyond_its_limit_is_refused() -> None:

@@ -4,9 +4,11 @@ import pytest
 import torch
 from control_models import MODELS
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from nimblec.graph import control
+from nimblec.graph.views import is_view
 from nimblec.optimize.variants import variants
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.flat import flattened
@@ -36,15 +38,41 @@ def test_a_graph_with_control_flow_computes_what_the_module_does(name: str) -> N
     torch.testing.assert_close(run(flattened(model)), expected)
 
 
+def made_at(level: int, model: TorchModel) -> TorchModel:
+    """Return the graph that a level makes of a model with loops or branches."""
+    *_, variant = variants(model, level, None, TimingCache(None))
+    return variant.make()
+
+
+@pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_bodies_are_optimised_and_write_in_place(name: str) -> None:
+def test_bodies_are_optimised_and_write_in_place(name: str, level: int) -> None:
     model, expected = placed(name)
-    (variant,) = variants(model, 1, None, TimingCache(None))
-    made = variant.make()
+    made = made_at(level, model)
     torch.testing.assert_close(run(made), expected)
     for _, target in control.calls(made.module):
         for body in target.bodies:
             assert len(body.graph.output_node().args[0]) == target.extra, "results are written into their slots"
+
+
+@pytest.mark.parametrize(("level", "count"), [(0, 4), (1, 3)])
+def test_trip_counts_and_compares_by_one_call(level: int, count: int) -> None:
+    """At -O0 linear, tanh and add follow, at -O1 one region computes the last two."""
+    made = made_at(level, placed("counted")[0])
+    ((_, loop),) = control.calls(made.module)
+    calls = [node for node in loop.bodies[0].graph.nodes if isinstance(node.target, OpOverload) and not is_view(node)]
+    assert len([node for node in calls if node.target is not torch.ops.aten.copy_.default]) == count
+    assert sum(node.target.namespace == "nimblec" and "lt" in node.target._schema.name for node in calls) == 1
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_model_with_loop_keeps_its_state(level: int) -> None:
+    model, (expected,) = placed("totalled")
+    made = made_at(level, model)
+    model.module.total.zero_()
+    for runs in (1, 2):
+        run(made)
+        torch.testing.assert_close(model.module.total, runs * expected)
 
 
 def test_a_loop_beyond_its_limit_is_refused() -> None:

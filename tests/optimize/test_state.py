@@ -16,7 +16,7 @@ import nimblec
 from nimblec.graph.state import slots
 from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
-from nimblec.optimize.variants import CAST
+from nimblec.optimize.variants import AS_WRITTEN
 from nimblec.pytorch.flat import flattened
 from nimblec.pytorch.model import TorchModel, place
 from nimblec.training import entries
@@ -307,7 +307,8 @@ def test_pure_graphs_take_the_state_and_give_it_back() -> None:
 def test_state_is_kept_in_half_precision_at_level_0() -> None:
     model, eager = stateful_models.Statistics(), stateful_models.Statistics()
     with torch.no_grad():
-        made = Runs(place(model, (torch.ones(4),), device="cpu"), Setting(device="cpu", dtype=torch.bfloat16))(CAST)
+        setting = Setting(device="cpu", dtype=torch.bfloat16)
+        made = Runs(place(model, (torch.ones(4),), device="cpu"), setting)(AS_WRITTEN)
         for _ in range(3):
             torch.testing.assert_close(made.run(lambda _source: None), eager(torch.ones(4)), rtol=2e-2, atol=2e-2)
     assert model.count == 3

@@ -98,6 +98,45 @@ class Swapped(nn.Module):
         return torch.while_loop(lambda step, _a, _b: step < count, trip, (_zero(first), first.clone(), second.clone()))
 
 
+class Late(nn.Module):
+    """A loop that reads old values after it has computed the new ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, count: Tensor) -> Any:
+        """Return the number of trips and the three values after them."""
+
+        def trip(step: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            first = torch.tanh(self.linear(a))
+            second = torch.sin(first + b) * step
+            return step + 1, first, second, torch.softmax(second, -1) @ a.T @ b + c
+
+        values = (_zero(x), x.clone(), x + 1, x - 1)
+        return torch.while_loop(lambda step, _a, _b, _c: step < count, trip, values)
+
+
+class Totalled(nn.Module):
+    """A loop in a module that keeps the sum of its results."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, 64))
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        """Return the argument times a power of two, and add it to the sum."""
+
+        def trip(step: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return step + 1, value * 2
+
+        found: Tensor = torch.while_loop(lambda step, _value: step < count, trip, (_zero(x), x.clone()))[1]
+        self.total.add_(found)
+        return found
+
+
 def _rows() -> Tensor:
     return torch.randn(3, 64)
 
@@ -108,6 +147,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "scanned": lambda: (Scanned(), (torch.randn(7, 16),)),
     "mapped": lambda: (Mapped(), (torch.randn(7, 16),)),
     "nested": lambda: (Nested(), (_rows(), torch.tensor(4))),
+    "late": lambda: (Late(), (_rows(), torch.tensor(3))),
+    "totalled": lambda: (Totalled(), (_rows(), torch.tensor(3))),
     "swapped": lambda: (Swapped(), (_rows(), _rows(), torch.tensor(3))),
 }
 

@@ -1,4 +1,4 @@
-"""The form and layout in which our kernels compute all convolutions, as no library takes the rest."""
+"""The form and layout of convolutions and products that our kernels and Inductor compute, as no library does."""
 
 import torch
 from torch import fx
@@ -29,6 +29,35 @@ def lay_single_channels(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
+def sum_vectors(module: fx.GraphModule) -> None:
+    """Replace products of computed matrices, one of whose sizes is 1, by sums: Inductor generates no such products.
+
+    Those by constant matrices have kernels of their own.
+    """
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
+        *added, left, right = (arg for arg in node.args if isinstance(arg, fx.Node))
+        sizes = (*fake(left).shape[-2:], fake(right).shape[-1])
+        is_by_constant = fake(right).dim() == 2 and rewriter.value(right) is not None
+        if 1 not in sizes or is_by_constant or node.kwargs or len(node.args) > len(added) + 2:
+            continue
+        columns, rows = (rewriter.call(aten.unsqueeze.default, x, at, at=node) for x, at in ((left, -1), (right, -3)))
+        products = rewriter.call(aten.mul.Tensor, columns, rows, at=node)
+        result = rewriter.call(aten.sum.dim_IntList, products, [-2], at=node)
+        for term in added:
+            result = rewriter.call(aten.add.Tensor, result, term, at=node)
+        rewriter.replace(node, result)
+    rewriter.finish()
+
+
+def forget_devices(module: fx.GraphModule) -> None:
+    """Have calls make tensors where their argument is: the CPU, which recorded them, is not where they will run."""
+    for node in module.graph.nodes:
+        if "device" in node.kwargs and node.all_input_nodes:
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+    module.recompile()
+
+
 LAYOUT = Pipeline(
     Phase(
         name="layout",
@@ -44,6 +73,8 @@ LAYOUT = Pipeline(
                 needs=(convolve_as_images,),
                 reason="our kernels, which come next, give results channels last",
             ),
+            Pass(run=forget_devices, reason="Inductor, which comes later, would make tensors on the CPU"),
+            Pass(run=sum_vectors, reason="Inductor, which comes later, fuses sums with what surrounds them"),
         ),
     )
 )

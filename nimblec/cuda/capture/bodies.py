@@ -1,7 +1,8 @@
 """Loops and branches of a capture: each body is recorded once, in line, and then becomes a graph of its own.
 
 A recording holds the nodes of all bodies between those before and after them. A body's own values stay in its memory;
-all else that it touches is memory of the graph around it.
+all else that it touches is memory of the graph around it. Values that a body would copy into its slots are computed
+there, wherever the old values are no longer read.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from nimblec.base.ir import (
     Body,
     BodyCall,
     BufferKind,
+    CopyWork,
     Graph,
     LoopWork,
     Op,
@@ -141,6 +143,9 @@ class _Folder:
         for recorded in region.bodies:
             tasks, inner = self.level(recorded)
             span = range(self._first_task(recorded.first), self._first_task(recorded.end))
+            for task in list(tasks):
+                if isinstance(task.work, CopyWork) and self._is_local(task.work.src.buffer, span):
+                    tasks = _without_copy(tasks, task.work)
             call, outside = self._body(tasks, inner, span, len(bodies), bodies)
             calls.append(call)
             reads |= dict.fromkeys(a for t in tasks for a in t.reads if a.buffer in outside)
@@ -191,3 +196,23 @@ class _Folder:
         kind, (first, last) = self._graph.buffers[buffer].kind, self._uses[buffer]
         is_within = span.start <= first and last < span.stop
         return kind is BufferKind.WORKSPACE or (kind is BufferKind.TEMPORARY and is_within)
+
+
+def _without_copy(tasks: list[Task], copy: CopyWork) -> list[Task]:
+    """Return tasks that compute the source of a copy in its destination; the same tasks where one of them forbids it.
+
+    Between the first and the last task that touch the source, only the last, which is then the copy, may touch the
+    destination: even the first may still read the old value there while it writes the new one.
+    """
+    dst, src = copy.dst, copy.src
+    touching = [number for number, task in enumerate(tasks) if src.buffer in task_buffers(task)]
+    first, last = touching[0], touching[-1]
+    accesses = (a for task in tasks for a in (*task.reads, *task.writes) if a.buffer == src.buffer)
+    if (
+        src.offset != dst.offset
+        or any(a.offset < src.offset or a.offset + a.nbytes > src.offset + src.nbytes for a in accesses)
+        or any(dst.buffer in task_buffers(task) for task in tasks[first:last])
+    ):
+        return tasks
+    moved = (renamed(task, lambda buffer: dst.buffer if buffer == src.buffer else buffer) for task in tasks[first:last])
+    return [*tasks[:first], *moved, *tasks[last + 1 :]]

@@ -8,7 +8,7 @@ no call of the backward pass: it would have to keep values that the backward pas
 """
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -50,10 +50,10 @@ class Extract:
     written: Mapping[fx.Node, fx.Node]
 
 
-def partition(module: fx.GraphModule) -> tuple[Region, ...]:
+def partition(module: fx.GraphModule, may_join: Callable[[fx.Node], bool] = is_fusible) -> tuple[Region, ...]:
     """Return the regions of a graph, disjoint; contracting them all leaves the graph without a cycle."""
     Rewriter(module).propagate()
-    units = _units(module.graph)
+    units = _units(module.graph, may_join)
     groups = _Groups(units)
     for number, unit in enumerate(units.producers):
         if units.fusible[number] and not is_stencil(units.nodes[number]):
@@ -163,7 +163,7 @@ class _Units:
     fusible: tuple[bool, ...]
 
 
-def _units(graph: fx.Graph) -> _Units:
+def _units(graph: fx.Graph, may_join: Callable[[fx.Node], bool]) -> _Units:
     numbers: dict[fx.Node, int] = {}
     nodes: list[fx.Node] = []
     producers: list[frozenset[int]] = []
@@ -177,7 +177,7 @@ def _units(graph: fx.Graph) -> _Units:
         if WRITES_STATE in node.meta:
             before += (reader for reader in readers(argument(node, 0)) if reader is not node)
         producers.append(frozenset(numbers[n] for n in before if n in numbers))
-    return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(is_fusible(n) for n in nodes))
+    return _Units(nodes=tuple(nodes), producers=tuple(producers), fusible=tuple(map(may_join, nodes)))
 
 
 def makers(node: fx.Node) -> Iterator[fx.Node]:
