@@ -156,12 +156,12 @@ def _export(call: ModelCall, path: Path, apart: Iterable[str] = ()) -> tuple[Exp
             "the plain module, or name it package.module:callable"
         )
 
-    with borrowed(call.module):
+    with borrowed(call.module) as originals:
         module = as_module(call.module)
         # A function's own tensors stay where they are, and so do its arguments.
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
-        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
+        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, originals))
         # The hook is removed when the module is given back.
         module.register_forward_hook(results_by_name)
         with exporting(call.name, "torch.export"), padded_sequences():
