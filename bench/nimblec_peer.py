@@ -1,8 +1,8 @@
 """One model in nimblec alone, at one level; prints one JSON object of figures and nothing else.
 
-Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--chain] [--clocks GROUPS] [--turns]; --fp32 switches TF32
-off; --chain also times the same kernels in one chain, and describes the schedule; --turns takes turns with other
-processes at measuring.
+Usage: python -m bench.nimblec_peer LEVEL MODEL [--fp32] [--precision fp16 | fp8] [--chain] [--clocks GROUPS] [--turns];
+--fp32 switches TF32 off, --precision computes a model in float32 as `nimblec compile` does; --chain also times the same
+kernels in one chain, and describes the schedule; --turns takes turns with other processes at measuring.
 
 kernels_us: GPU time of the plan's graph, by events around each replay. replay_us: the wall clock of the same replay,
 synchronised, inputs in the GPU's memory. numpy_us: the wall clock of a call from arrays in C order to arrays;
@@ -160,7 +160,7 @@ def prepare(options: argparse.Namespace, folder: Path, opened: ExitStack) -> Sce
     """Compile the model, and load its plan."""
     module, args, kwargs = reference.seeded(options.model)
     expected = reference.exact(module, args, kwargs)
-    how = compiling.options(folder, options.level, precision="fp32" if options.fp32 else "keep")
+    how = compiling.options(folder, options.level, precision="fp32" if options.fp32 else options.precision)
     _, figures = compiling.compiled(options.model, how, folder / "model.plan")
     plan = read_plan(folder / "model.plan")
     program = plan.programs[0]
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("level", type=int)
     add_model(parser)
     clocks.add_option(parser)
+    parser.add_argument("--precision", choices=("keep", "fp16", "fp8"), default="keep")
     parser.add_argument("--chain", action="store_true")
     run_peer(parser, prepare)
 

@@ -142,7 +142,8 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
     - ``level``: 0 keeps the framework's own kernels, 1 (the default on CUDA) fuses, 2 also chooses
       kernels by timing them. CUDA target.
     - ``precision``: "keep", "fp32", "tf32" (how float32 convolutions and matrix products are computed),
-      "fp16" or "bf16" (a float32 model in half precision). CUDA target.
+      "fp16" or "bf16" (a float32 model in half precision), "fp8" ("fp16" with linear layers of level 2 in e4m3,
+      in ranges found on the examples). CUDA target.
     - ``max_error``: the largest difference to accept, relative to an output's largest magnitude: from level 0, or on
       the CPU target from ONNX Runtime without its optimiser and from PyTorch.
     - ``approximate``: round activations to 8 bits in products with quantised weights, which is faster; a note tells

@@ -87,7 +87,7 @@ def compile_model(
             notes = compile_once(compiler, source, target, options, written, stopwatch)
             chooses_kernels = target is Target.CUDA and (options.level == 2 or options.is_for_absent)
             # Kernels are chosen anew for each size, in minutes.
-            if not chooses_kernels and (every := _every_size(options, read_plan(written))) is not None:
+            if not chooses_kernels and (every := _every_size(options, written)) is not None:
                 # A size between those of a range may not suit the model.
                 with suppress(CompileError):
                     notes = compile_once(compiler, source, target, every, folder / "every.plan", stopwatch)
@@ -102,7 +102,7 @@ def compile_model(
         if output is not None:
             written.replace(destination(output))
         # The mapping outlives the temporary file.
-        plan = read_plan(output or written)
+        plan = read_plan(output or written, check_digest=False)
     return Compiled(plan=plan, stages=tuple(stopwatch.stages), notes=notes)
 
 
@@ -110,8 +110,14 @@ _MOST_OPS = 4096
 """The most ops, of all programs together, of a plan with a program for every size of a range."""
 
 
-def _every_size(options: Options, plan: Plan) -> Options | None:
-    """Return options with every size of the ranges within which calls cannot be padded; None if there are too many."""
+def _every_size(options: Options, path: Path) -> Options | None:
+    """Return options with every size of the ranges within which calls cannot be padded; None if there are too many.
+
+    ``path`` is the plan for the ends of the ranges.
+    """
+    if not any(isinstance(sizes, SizeRange) for _, sizes in options.sizes):
+        return None
+    plan = read_plan(path, check_digest=False)
     fits = [dict(zip((name for name, _ in p.profile), p.fits, strict=False)) for p in plan.programs]
     ranges = {name for name, sizes in options.sizes if isinstance(sizes, SizeRange)}
     refused = {name for name in ranges if any(of.get(name, Fit.EXACT) is Fit.EXACT for of in fits)}

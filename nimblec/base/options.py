@@ -23,7 +23,7 @@ TargetChoice: TypeAlias = Literal[
 ]
 """What to compile for: a machine's GPU or CPU, or a GPU that need not be there."""
 
-Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16"]
+Precision: TypeAlias = Literal["keep", "fp32", "tf32", "fp16", "bf16", "fp8"]
 
 Level: TypeAlias = Literal[0, 1, 2]
 
@@ -83,9 +83,10 @@ class Options:
     ``level``: 0 keeps the framework's own kernels, 1 fuses, 2 also chooses kernels by timing them
     (CUDA target; None is `DEFAULT_LEVEL` there). ``precision``: "keep" leaves torch's settings, "fp32"
     and "tf32" say how float32 convolutions and matrix products are computed, "fp16" and "bf16" compute
-    a float32 model in half precision (CUDA target). ``max_error`` is the largest difference to accept, relative to an
-    output's largest magnitude, from level 0 at the model's own precision, or on the CPU target from ONNX Runtime
-    without its optimiser. ``approximate`` rounds activations to 8 bits beside quantised weights (CPU target).
+    a float32 model in half precision, and "fp8" as "fp16", with products of e4m3 (CUDA target). ``max_error`` is the
+    largest difference to accept, relative to an output's largest magnitude, from level 0 at the model's own precision,
+    or on the CPU target from ONNX Runtime without its optimiser. ``approximate`` rounds activations to 8 bits beside
+    quantised weights (CPU target).
     ``trip_limit``: the most trips of a loop whose number of trips the model leaves open. ``print_passes`` notes
     each rewrite that runs (CPU target: ONNX Runtime's optimiser, as one). ``refittable`` keeps weights
     replaceable that are folded or repacked.

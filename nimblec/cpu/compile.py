@@ -20,6 +20,7 @@ from nimblec.base.source import Source
 from nimblec.base.stages import Observer, stage
 from nimblec.cpu import capture
 from nimblec.cpu.agreement import Agreed, optimize_agreeing
+from nimblec.cpu.ort_worker import trim_memory
 from nimblec.cpu.reference import SEED, ReferenceModel
 from nimblec.cpu.refit_programs import assemble_refittable
 from nimblec.cpu.refittable import Model, Refittable, make_refittable
@@ -65,6 +66,8 @@ def compile_cpu(source: Source, options: Options, output: Path, observer: Observ
         run_s, notes = _write_plan(source, options, output, observer)
     except MemoryError as exc:
         raise CompileError(f"the model needs more memory than there is: {exc}") from exc
+    # The process that checks needs what the sessions that were timed have left.
+    trim_memory()
     # With several threads ONNX Runtime splits some sums, and rounds otherwise.
     with stage(observer, "check"), LeanProcess(Target.CPU, threads=1) as lean:
         problem = lean.differing_output(output, run_s=run_s)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -35,6 +36,9 @@ _LARGEST_SHARED_NBYTES = 32 << 10
 _MOST_NBYTES = DEFAULT_LIMITS.model_nbytes // 2
 """The most bytes of the models that a stretch is made of."""
 
+_Key: TypeAlias = tuple[tuple[int, tuple[str, ...], tuple[str, ...]], ...]
+"""All that the model of a stretch depends on: of each node the id of its own model, and what it reads and makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
@@ -55,7 +59,8 @@ class Joiner:
 
     def __init__(self) -> None:
         self._models: dict[Module, Model] = {}
-        self._inferred: dict[bytes, Inferred] = {}
+        self._inferred: dict[_Key, Inferred] = {}
+        self._modules: dict[tuple[_Key, frozenset[str]], Module] = {}
 
     def join(self, graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
         """Return the graph with a task for each stretch of the schedule, in issue order, and its schedule.
@@ -131,19 +136,22 @@ class Joiner:
             and onnx_session.is_inferred(types, name, parameter.dtype, parameter.shape)
         ]
         # A model has an output.
-        return model.kernel(frozenset(inner[:-1] if len(inner) == len(model.made) else inner))
+        names = frozenset(inner[:-1] if len(inner) == len(model.made) else inner)
+        key = model.key, names
+        if key not in self._modules:
+            self._modules[key] = model.module(names)
+        return model.kernel(names, self._modules[key])
 
     def _types(self, graph: Graph, model: "_StretchModel") -> Inferred:
         """Return the types of the values of a stretch, as far as ONNX Runtime infers them."""
-        plain = model.model(frozenset(model.made))
-        key = onnx_model.write_model(plain)
+        key = model.key
         if key not in self._inferred:
             weights = {
                 name: onnx_session.ort_value(_array(graph, parameter, buffer), parameter.dtype)
                 for name, (parameter, buffer) in model.initializers.items()
             }
             with onnx_session.initializer_folder() as folder:
-                self._inferred[key] = onnx_session.inferred_types(plain, weights, folder)
+                self._inferred[key] = onnx_session.inferred_types(model.model(frozenset()), weights, folder)
         return self._inferred[key]
 
 
@@ -233,10 +241,16 @@ class _StretchModel:
         self._of_buffer: dict[int, str] = {}
         """The names of computed values."""
         self._nodes: list[Node] = []
+        self._calls: list[tuple[int, tuple[str, ...], tuple[str, ...]]] = []
         self._constants: list[TensorValue] = []
         self._declared: dict[str, Value] = {}
         self._opsets: dict[str, int] = {}
         self._ir_version = 0
+
+    @property
+    def key(self) -> _Key:
+        """What tells the model from those of other stretches."""
+        return tuple(self._calls)
 
     def add(self, node: _Node) -> None:
         """Add a node of a model of its own."""
@@ -257,6 +271,7 @@ class _StretchModel:
                 self._of_buffer[bound[name][1]] = made
                 self._declared[made] = replace(values[name], name=made)
         inputs, outputs = (tuple(names[name] for name in side) for side in (call.input, call.output))
+        self._calls.append((id(node.model), inputs, outputs))
         self._nodes.append(replace(call, name=f"{LABEL}{len(self._nodes)}", input=inputs, output=outputs))
         self._opsets |= _opsets(node.model)
         self._ir_version = max(self._ir_version, node.model.ir_version or 0)
@@ -294,14 +309,18 @@ class _StretchModel:
         opsets = tuple(Opset(domain=domain or None, version=n) for domain, n in sorted(self._opsets.items()))
         return Model(ir_version=self._ir_version, graph=graph, opset_import=opsets)
 
-    def kernel(self, inner: AbstractSet[str]) -> _Kernel:
-        """Return the kernel of the model; the values ``inner`` are no parameters."""
+    def module(self, inner: AbstractSet[str]) -> Module:
+        """Return the module of the model; the values ``inner`` are no outputs."""
+        code = onnx_model.write_model(self.model(inner))
+        return Module(origin=origin(node.domain for node in self._nodes), code=memoryview(code))
+
+    def kernel(self, inner: AbstractSet[str], module: Module) -> _Kernel:
+        """Return the kernel of the module; the values ``inner`` are no parameters."""
         read = self.inputs | self.initializers
         operands = {name: read[name] for name in self._order}
         operands |= {name: bound for name, bound in self.made.items() if name not in inner}
-        code = onnx_model.write_model(self.model(inner))
         return _Kernel(
-            module=Module(origin=origin(node.domain for node in self._nodes), code=memoryview(code)),
+            module=module,
             symbol=onnx_rules.symbol(self._nodes),
             operands=tuple(
                 (replace(parameter, name=name, offset=POINTER_NBYTES * position), buffer)

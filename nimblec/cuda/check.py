@@ -71,7 +71,12 @@ def _with_golden(
         reports.note([f"{apart}: the plan is checked within that spread"])
     if recorded.model is not original:
         reference = partial(recorded.recorder.compute, model=original)
-        reports.note(report(program, reference, recorded.recorder.compute, request.options.max_error))
+        beside = None
+        if request.options.precision == "fp8":
+            from nimblec.optimize.variants import in_float16
+
+            beside = partial(recorded.recorder.compute, model=in_float16(original))
+        reports.note(report(program, reference, recorded.recorder.compute, request.options.max_error, fp16=beside))
     return replace(program, golden=golden.record(_SEED, first, tolerance))
 
 
@@ -101,28 +106,42 @@ def spread(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> float:
 
 
 def report(
-    program: Program, original: Compute, changed: Compute, allowed: float | None, *, seeds: int = _SEEDS
+    program: Program,
+    original: Compute,
+    changed: Compute,
+    allowed: float | None,
+    *,
+    seeds: int = _SEEDS,
+    fp16: Compute | None = None,
 ) -> Iterator[str]:
-    """Yield a sentence for each output with the largest and the mean of its relative differences.
+    """Yield a sentence for each output with the largest and the mean of its relative differences, and fp16's beside.
 
     Raises CompileError for one that differs by more than ``allowed``.
     """
-    runs = [(original(inputs), changed(inputs)) for inputs in _inputs(program, seeds)]
+    computed = (original, changed) if fp16 is None else (original, changed, fp16)
+    runs = [[compute(inputs) for compute in computed] for inputs in _inputs(program, seeds)]
     for position, output in enumerate(program.outputs):
-        pairs = [(expected[position], found[position]) for expected, found in runs]
-        largest = max(difference(a, b).relative for a, b in pairs)
-        mean = sum(_mean_error(a, b) for a, b in pairs) / len(pairs)
+        arrays = [[outputs[position] for outputs in run] for run in runs]
+        largest, mean = _errors([(expected, found) for expected, found, *_ in arrays])
         sentence = (
             f"output {output.name!r} differs from -O0 by at most {largest:.2g}, {mean:.2g} on average, of its largest "
             "magnitude"
         )
         if allowed is not None and not largest <= allowed:
             raise CompileError(f"{sentence}; --max-error allows {allowed:.2g}: use -O0 and --precision keep")
+        if fp16 is not None:
+            beside = _errors([(expected, found) for expected, _, found in arrays])
+            sentence += f" (fp16: {beside[0]:.2g}, {beside[1]:.2g})"
         yield sentence
 
 
 def _inputs(program: Program, seeds: int) -> Iterator[dict[str, np.ndarray]]:
     return (golden.draw_inputs(program, seed) for seed in range(seeds))
+
+
+def _errors(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:
+    """Return the largest and the mean of the relative differences of pairs of arrays."""
+    return max(difference(a, b).relative for a, b in pairs), sum(_mean_error(a, b) for a, b in pairs) / len(pairs)
 
 
 def _mean_error(expected: np.ndarray, found: np.ndarray) -> float:

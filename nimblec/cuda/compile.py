@@ -40,13 +40,26 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
             f"--bound {options.bounds[0][0]}: the outputs of a PyTorch model have fixed sizes in a CUDA plan: compile "
             "for --target cpu, or give an ONNX file"
         )
+    if options.precision == "fp8":
+        _refuse_fp8(options)
     if options.is_for_absent:
         _refuse_for_absent(options)
     sys_path = tuple(path for path in sys.path if path)
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        return tuple(_run_worker(folder, observer, _worker_of(options)))
+        notes = tuple(_run_worker(folder, observer, _worker_of(options)))
+    if options.precision == "fp8" and source.kind == "onnx" and not options.examples:
+        notes += ("ranges of e4m3 were found on random inputs: give typical ones, --example NAME=FILE.npy",)
+    return notes
+
+
+def _refuse_fp8(options: Options) -> None:
+    """Raise CompileError for options that a plan with products of e4m3 cannot have."""
+    if options.level != 2 and not options.is_for_absent:
+        raise CompileError("--precision fp8: only kernels of -O2 multiply e4m3: give -O2, or --precision fp16")
+    if options.refittable:
+        raise CompileError("--refittable: ranges found for other weights would not fit: give --precision fp16")
 
 
 def _refuse_for_absent(options: Options) -> None:

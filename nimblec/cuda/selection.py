@@ -5,7 +5,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nimblec.base.errors import TraceError, UnsupportedModelError, forget_locals, unforeseen
+from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, forget_locals, unforeseen
 from nimblec.base.ir import Graph, Part
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
@@ -53,7 +53,8 @@ class Selector:
         from nimblec.optimize.variants import variants
 
         report = (lambda step: self._reports.note([str(step)])) if self._request.options.print_passes else None
-        return variants(model, self._request.level, half(self._request.options.precision), self._times, report)
+        precision = self._request.options.precision
+        return variants(model, self._request.level, half(precision), self._times, report, fp8=precision == "fp8")
 
     def fastest(self, original: "TorchModel", tried: "Iterable[Variant]") -> Recorded:
         """Return the variant of a model whose plan takes the least GPU time."""
@@ -124,10 +125,19 @@ class Selector:
 
 
 def half(precision: str) -> "torch.dtype | None":
-    """Return the dtype of a half precision; None for the others."""
+    """Return the dtype of a half precision, of fp8 that of all but products; None for the others."""
     import torch
 
-    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float16}.get(precision)
+
+
+def refuse_without_fp8(precision: str, capability: tuple[int, int]) -> None:
+    """Raise CompileError for fp8 on a GPU that has no kernels which multiply e4m3."""
+    if precision == "fp8" and capability < (9, 0):
+        found = ".".join(map(str, capability))
+        raise CompileError(
+            f"--precision fp8: products of e4m3 need compute capability 9.0, the GPU has {found}: give --precision fp16"
+        )
 
 
 def provenance_of(request: CompileRequest, variants: Mapping[str, str] | None = None) -> Provenance:

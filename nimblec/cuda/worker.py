@@ -19,7 +19,7 @@ from nimblec.cuda.common_state import refuse_folded_state, with_common_state
 from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
-from nimblec.cuda.selection import Recorded, Selector, half, provenance_of
+from nimblec.cuda.selection import Recorded, Selector, half, provenance_of, refuse_without_fp8
 from nimblec.kernels.compiling import compiler, job_count
 from nimblec.padding.fits import mark_masks
 from nimblec.plan.assembly import Provenance, assemble
@@ -69,6 +69,7 @@ class _Worker:
         # --precision decides about TF32.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         recorders = self._start()
+        refuse_without_fp8(self._request.options.precision, driver.describe().compute_capability)
         originals = self._load(recorders)
         selector = Selector(self._request, self._reports, self._times, recorders)
         refittable = self._made_refittable(originals, selector, recorders)

@@ -22,6 +22,7 @@ CONVOLUTIONS = (
 )
 CONVOLUTION_BACKWARD = aten.convolution_backward.default
 LINEARS = (aten.addmm.default, aten.mm.default)
+PRODUCTS = (*LINEARS, aten._addmm_activation.default)
 ATTENTION = aten.scaled_dot_product_attention.default
 NORMS = (
     aten._native_batch_norm_legit_no_training.default,

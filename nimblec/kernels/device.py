@@ -59,6 +59,33 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def leave_part(total, partial_ptrs, part, counter_ptr, SPLIT_K: tl.constexpr):
+    """Store this block's part of the sum of a tile; return whether it is the last of the ``SPLIT_K`` parts."""
+    tl.store(partial_ptrs + part * (total.shape[0] * total.shape[1]), total, cache_modifier=".cg")
+    tl.debug_barrier()  # all threads' stores come before the one thread's release
+    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+
+
+@triton.jit
+def add_parts(partial_ptrs, counter_ptr, SPLIT_K: tl.constexpr):
+    """Add the parts of a sum in their fixed order, and leave the counter zero."""
+    tl.store(counter_ptr, 0)
+    total = tl.load(partial_ptrs, cache_modifier=".cg")
+    for other in tl.static_range(1, SPLIT_K):
+        total += tl.load(partial_ptrs + other * (total.shape[0] * total.shape[1]), cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def store(out_ptr, result, mask, factor_ptr):
+    """Store a result in the dtype of out: with a factor, by which it is multiplied, as bytes of e4m3."""
+    if factor_ptr is not None:
+        # The conversion saturates.
+        result = (result.to(tl.float32) * tl.load(factor_ptr)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(out_ptr, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def fetch_into_l2(address, nbytes):
     """Begin to fetch ``nbytes`` (a multiple of 16) of global memory into the L2 cache; one thread asks for all.
 

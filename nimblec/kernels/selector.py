@@ -128,7 +128,7 @@ class Family(Generic[Request, Tiling]):
 
     def named(self, request: Request, gpu: GPU) -> dict[str, Tiling]:
         """Return the candidates of a request by name, the most promising first."""
-        return {"x".join(map(str, tiling.numbers)): tiling for tiling in self.tilings(request, gpu)}
+        return {tiling.name: tiling for tiling in self.tilings(request, gpu)}
 
 
 class Selector(Generic[Request, Tiling]):

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.shapes import ceil_div
@@ -11,7 +11,17 @@ from nimblec.kernels.shapes import ceil_div
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedTiling:
-    """The division of a kernel's work into blocks, in fields that are integers."""
+    """The division of a kernel's work into blocks, in fields that are integers.
+
+    Tilings of kernels that compute otherwise have a ``name_prefix``.
+    """
+
+    name_prefix: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        """A text that tells a request's candidates apart."""
+        return self.name_prefix + "x".join(map(str, self.numbers))
 
     @property
     def numbers(self) -> list[int]:

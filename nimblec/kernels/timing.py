@@ -32,7 +32,11 @@ class WeightPool:
         size, dtype = like.numel(), like.dtype
         if dtype not in self._numbers or size > len(self._numbers[dtype]):
             length = max(self._nbytes // dtype.itemsize, size)
-            self._numbers[dtype] = torch.empty(length, dtype=dtype, device="cuda").normal_(0, 0.02)
+            self._numbers[dtype] = torch.empty(length, dtype=dtype, device="cuda")
+            if dtype.is_floating_point:
+                self._numbers[dtype].normal_(0, 0.02)
+            else:
+                self._numbers[dtype].random_()
             self._taken[dtype] = 0
         if self._taken[dtype] + size > len(self._numbers[dtype]):
             self._taken[dtype] = 0

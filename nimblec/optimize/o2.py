@@ -13,6 +13,7 @@ from nimblec.kernels.choosing import KnownTimes, Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
+from nimblec.kernels.products.fp8 import calibrate
 from nimblec.kernels.products.gemm_rewrite import GEMM
 from nimblec.kernels.products.quantized_rewrite import QUANTIZED
 from nimblec.kernels.products.recurrence_rewrite import RECURRENCE
@@ -56,6 +57,11 @@ def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
 
 
 KERNELS = Pipeline(
+    Phase(
+        name="calibration",
+        passes=(Pass(run=calibrate, takes=("args",), reason="kernels, which other passes put in, have no ranges"),),
+        when=lambda setting: setting.fp8,
+    ),
     Phase(
         name="kernels",
         passes=(

@@ -1,7 +1,7 @@
 """Passes over a graph in their order, with what each needs before it and the reason for its place."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
@@ -21,13 +21,14 @@ class Setting:
     """The target of a rewrite and its options.
 
     ``device`` is "cuda" or "cpu". ``dtype`` is the half precision to compute in where the graph is in float32;
-    None keeps its own. ``use`` puts a family of kernels into a graph. Without ``at_any_cost``, regions are
-    generated only where they save a launch.
+    None keeps its own. ``use`` puts a family of kernels into a graph; with ``fp8``, products may be of e4m3. Without
+    ``at_any_cost``, regions are generated only where they save a launch.
     """
 
     device: str = "cuda"
     dtype: torch.dtype | None = None
     use: Callable[[Any, fx.GraphModule], object] | None = None
+    fp8: bool = False
     at_any_cost: bool = True
 
 
@@ -36,8 +37,8 @@ class Pass:
     """A rewrite of a graph, in place.
 
     ``needs`` are the rewrites that must have run before, and ``reason`` says why it has its place. ``takes``
-    names the arguments of ``run`` besides the graph: fields of the `Setting`, or "strides", the outputs' strides
-    when the pipeline began.
+    names the arguments of ``run`` besides the graph: fields of the `Setting`, "strides", the outputs' strides
+    when the pipeline began, or "args", those of the model's call.
     """
 
     run: Callable[..., object]
@@ -96,7 +97,9 @@ class Pipeline:
         """All passes in their order."""
         return tuple(chain.from_iterable(phase.passes for phase in self.phases))
 
-    def __call__(self, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
+    def __call__(
+        self, graph: fx.GraphModule, setting: Setting, report: Report | None = None, args: Sequence[Any] = ()
+    ) -> fx.GraphModule:
         """Return a rewritten copy of a flat graph of pure calls; ``report`` is called for each pass that has run.
 
         The bodies of its loops and branches are rewritten alike, each by itself.
@@ -104,7 +107,8 @@ class Pipeline:
         module = copied(graph)
         for node, target in control.calls(module):
             node.target = target.with_bodies(lambda body: self(body, setting))
-        given = {"strides": output_strides(graph)} | {f.name: getattr(setting, f.name) for f in fields(setting)}
+        given = {f.name: getattr(setting, f.name) for f in fields(setting)}
+        given |= {"strides": output_strides(graph), "args": args}
         for phase in self.phases:
             if phase.when(setting):
                 for each in phase.passes:
@@ -182,4 +186,4 @@ class Runs:
         if not pipelines:
             return flattened(self._model)
         model = self(*pipelines[:-1])
-        return replace(model, module=pipelines[-1](model.module, self._setting, self._report))
+        return replace(model, module=pipelines[-1](model.module, self._setting, self._report, model.args))

@@ -3,6 +3,7 @@
 from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.simplify import simplify
 from nimblec.kernels.reductions.cached_rewrite import attend_to_caches
+from nimblec.kernels.reductions.fp8_results import write_fp8
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights
 from nimblec.optimize.passes.attention import fuse_attention
@@ -185,6 +186,11 @@ REWRITES = Pipeline(
 """The first pipeline above -O0. In half precision patterns are searched twice: in float32, and after the casts."""
 
 REGIONS = Pipeline(
+    Phase(
+        name="fp8",
+        passes=(Pass(run=write_fp8, reason="products and their norms have been chosen by now"),),
+        when=lambda setting: setting.fp8,
+    ),
     Phase(
         name="regions",
         passes=(

@@ -61,16 +61,23 @@ class Variant:
 
 
 def variants(
-    model: TorchModel, level: int, dtype: torch.dtype | None, times: TimingCache, report: Report | None = None
+    model: TorchModel,
+    level: int,
+    dtype: torch.dtype | None,
+    times: TimingCache,
+    report: Report | None = None,
+    *,
+    fp8: bool = False,
 ) -> Iterator[Variant]:
     """Yield the variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
     torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
     model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
     training step are, fused regions alone were always slower than with Triton kernels, too; all others are also tried
-    as at level 0. ``dtype`` is the half precision to compute in instead of float32, ``times`` keeps the times of Triton
-    kernels, and ``report`` is called for each pass that has run. A model that the user compiled with torch.compile
-    stays as it is at every level; with ``dtype`` it is refused by a CompileError.
+    as at level 0. ``dtype`` is the half precision to compute in instead of float32, ``fp8`` lets kernels of level 2
+    multiply e4m3, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass that has run. A
+    model that the user compiled with torch.compile stays as it is at every level; with ``dtype`` it is refused by a
+    CompileError.
     """
     if model.is_compiled:
         if dtype is not None:
@@ -87,7 +94,12 @@ def variants(
         runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
         yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
     else:
-        yield from _of_level_2(model, dtype, times, report)
+        yield from _of_level_2(model, dtype, times, report, fp8=fp8)
+
+
+def in_float16(model: TorchModel) -> TorchModel:
+    """Return the model in float16, to compare with: state is returned, not written."""
+    return Runs(model, Setting(device=device_of(model), dtype=torch.float16))(REWRITES)
 
 
 def as_it_runs(model: TorchModel) -> Variant:
@@ -96,12 +108,12 @@ def as_it_runs(model: TorchModel) -> Variant:
 
 
 def _of_level_2(
-    model: TorchModel, dtype: torch.dtype | None, times: TimingCache, report: Report | None
+    model: TorchModel, dtype: torch.dtype | None, times: TimingCache, report: Report | None, *, fp8: bool
 ) -> Iterator[Variant]:
     from nimblec.optimize import o2
 
     timed = o2.Timed(times)
-    setting = Setting(device=device_of(model), dtype=dtype, use=timed)
+    setting = Setting(device=device_of(model), dtype=dtype, use=timed, fp8=fp8)
     runs = Runs(model, setting, report)
     products = o2.TRITON.pipelines[:-1]
     most = o2.TRITON

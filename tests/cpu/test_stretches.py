@@ -15,7 +15,7 @@ from nimblec.cpu.capture import capture
 from nimblec.cpu.stretches import Joiner
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import maximal, serial
-from nimblert.check import verify
+from nimblert.check import onnx_model, verify
 from nimblert.check.onnx_model import read_model
 from nimblert.check.onnx_model import write_model as written
 from nimblert.check.protobuf import Budget
@@ -180,6 +180,14 @@ def test_equal_stretches_are_one_kernel(tmp_path: Path) -> None:
     ]
     assert len(made.kernels) == len(made.modules) == 2
     assert len(schedule.waits) == 1
+
+
+def test_joiner_writes_each_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules have most stretches in common, and writing a model takes longer than all else."""
+    graph, joiner = capture(saved(tmp_path, BRANCHES, ["y"])), Joiner()
+    first = joiner.join(graph, serial(dependencies(graph)))
+    monkeypatch.delattr(onnx_model, "write_model")
+    assert joiner.join(graph, serial(dependencies(graph))) == first
 
 
 def test_constants_of_several_nodes_are_stored_once(tmp_path: Path) -> None:

@@ -111,6 +111,26 @@ def test_network_compiles_for_absent_gpu(
     assert plan.programs[0].golden is not None
 
 
+@needs_cuda_build
+def test_fp8_halves_weights_and_tells_fp16_error_too(
+    tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_layers.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def layers():\n"
+        "    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).eval(), (torch.randn(40, 64),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    how = ("compile", "absent_layers:layers", "-o", tmp_path / "layers.plan", "--precision", "fp8", "--no-plan-cache")
+    done = command_line(*how, "--target", "sm_90")
+    assert "largest magnitude (fp16: " in done.out
+    assert not [check for check in verify(tmp_path / "layers.plan") if check.result is Result.FAILED]
+    # A byte for each weight, besides biases and factors.
+    assert 2 * 64 * 256 < read_plan(tmp_path / "layers.plan").weights_nbytes < 1.2 * 2 * 64 * 256
+    said = command_line.refused(*how, "--target", "sm_86", "--quiet")
+    assert "the GPU has 8.6: give --precision fp16" in said
+
+
 @pytest.mark.gpu
 def test_absent_plan_runs_on_its_gpu(
     tmp_path: Path, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +153,14 @@ def test_absent_plan_runs_on_its_gpu(
             found = executable.run({"image": image.numpy()}).values()
             for output, expected in zip(found, module(image), strict=True):
                 torch.testing.assert_close(torch.from_numpy(output), expected.detach(), rtol=1e-2, atol=1e-3)
+
+
+@needs_cuda_build
+def test_memory_recorded_on_the_cpu_is_on_the_gpu() -> None:
+    tracer = importlib.import_module("nimblec.cuda.absent.tracer").Tracer(KNOWN[0], BufferTable())
+    with FakeTensorMode(), tracer:
+        memory = torch.empty_strided((2, 3), (3, 1), device="cpu")
+    assert memory.device.type == "cuda"
 
 
 DIFFERENT = """

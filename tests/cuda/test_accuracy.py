@@ -27,6 +27,11 @@ def test_the_largest_and_the_mean_difference_are_told() -> None:
     assert repr(PROGRAM.outputs[0].name) in sentences[0]
 
 
+def test_the_error_of_fp16_is_told_beside() -> None:
+    sentences = list(check.report(PROGRAM, _model(0.0), _model(0.4), None, fp16=_model(0.04)))
+    assert sentences[0].endswith("at most 0.1, 0.033 on average, of its largest magnitude (fp16: 0.01, 0.0033)")
+
+
 def test_a_difference_above_the_limit_is_refused() -> None:
     assert list(check.report(PROGRAM, _model(0.0), _model(0.04), 0.02))
     with pytest.raises(CompileError, match=r"--max-error allows 0\.005: use -O0"):

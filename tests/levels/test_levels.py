@@ -17,7 +17,7 @@ from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Phase, Pipeline, Recipe, Report, Setting
+from nimblec.optimize.pipeline import Phase, Pipeline, Recipe, Setting
 from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
 from nimblec.optimize.variants import Variant, variants
 from nimblec.plan.timing_cache import TimingCache
@@ -120,9 +120,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
     found: list[Pipeline] = []
     call = Pipeline.__call__
 
-    def seen(self: Pipeline, graph: fx.GraphModule, setting: Setting, report: Report | None = None) -> fx.GraphModule:
+    def seen(self: Pipeline, graph: fx.GraphModule, setting: Setting, *how: Any) -> fx.GraphModule:
         found.append(self)
-        return graph if self is REGIONS else call(self, graph, replace(setting, device="cuda"), report)
+        return graph if self is REGIONS else call(self, graph, replace(setting, device="cuda"), *how)
 
     monkeypatch.setattr(Pipeline, "__call__", seen)
     return found

@@ -103,6 +103,9 @@ class Tracer(TorchDispatchMode):
                 return IMPLEMENTATIONS[func](*args)
         if func in inductor.COMPILED:
             return self._run_generated(str(func), inductor.COMPILED[func], args)
+        if "device" in kwargs:
+            # The model was recorded on the CPU.
+            kwargs = {**kwargs, "device": torch.device("cuda")}
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
             return result

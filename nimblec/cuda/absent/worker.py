@@ -20,7 +20,7 @@ from nimblec.cuda.given_weights import with_weights
 from nimblec.cuda.load import choose_without_timing, load_models
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
-from nimblec.cuda.selection import half
+from nimblec.cuda.selection import half, refuse_without_fp8
 from nimblec.cuda.worker import serve
 from nimblec.padding.fits import mark_masks
 from nimblec.plan import encoder
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nimblec.pytorch.model import TorchModel
 
 _SEED = 0
-_TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "fp16": 2e-2, "bfloat16": 8e-2, "bf16": 8e-2}
+_TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "fp16": 2e-2, "bfloat16": 8e-2, "bf16": 8e-2, "fp8": 8e-2}
 """The largest difference from the CPU's results to allow on the GPU, relative to an output's largest magnitude."""
 
 
@@ -62,6 +62,7 @@ class _Worker:
             # It names files of this machine.
             os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
             pretend(self._gpu)
+            refuse_without_fp8(request.options.precision, self._gpu.capability)
         with reports.stage("load the model"):
             originals = load_models(request, device="cpu")
             choose_without_timing()
@@ -105,7 +106,10 @@ class _Worker:
         inductor.device.set("cuda")
         with self._reports.stage("optimize"):
             setting = Setting(
-                device="cuda", dtype=half(options.precision), use=o2.first(gpu, TimingCache(options.timing_cache))
+                device="cuda",
+                dtype=half(options.precision),
+                use=o2.first(gpu, TimingCache(options.timing_cache)),
+                fp8=options.precision == "fp8",
             )
             runs = Runs(original, setting, tell)
             rewrites, *others = o2.TRITON_NORMS.pipelines
@@ -127,12 +131,17 @@ class _Worker:
         import torch
 
         from nimblec.graph.state import slots
+        from nimblec.optimize.variants import in_float16
 
-        outputs = _compute(kernels, golden.draw_inputs(program, _SEED))
+        inputs = golden.draw_inputs(program, _SEED)
+        # Neither graph writes the state, which a run of the model itself does.
+        outputs = _compute(kernels, inputs)
+        halves = _compute(in_float16(original), inputs) if self._request.options.precision == "fp8" else None
         state = [slot.tensor for slot in slots(kernels.module).values()]
         before = [tensor.clone() for tensor in state]
         compute = partial(_compute, original), lambda _: outputs
-        self._reports.note(report(program, *compute, self._request.options.max_error, seeds=1))
+        fp16 = None if halves is None else lambda _: halves
+        self._reports.note(report(program, *compute, self._request.options.max_error, seeds=1, fp16=fp16))
         with torch.no_grad():
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)

@@ -9,8 +9,9 @@ from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.views import is_view
-from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, LINEARS, WHOLE_VIEWS, activation_of
+from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, PRODUCTS, WHOLE_VIEWS, activation_of
 from nimblec.kernels.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
+from nimblec.kernels.products.fp8 import largest_read
 from nimblec.kernels.products.gated import gate_after
 from nimblec.kernels.products.gemm_op import Arithmetic
 from nimblec.kernels.products.gemm_tilings import row_candidates
@@ -22,8 +23,6 @@ aten = torch.ops.aten
 
 Kind = Literal["convolution", "linear", "depthwise"]
 
-_LINEARS = (*LINEARS, aten._addmm_activation.default)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProductRequest:
@@ -31,6 +30,7 @@ class ProductRequest:
 
     The result is written ``into`` part of larger images, if any. ``constants`` are all that the calls read. Where a
     half of a product's columns is ``activated``, number 0 or 1, the result is the activation times the other half.
+    ``largest`` is the largest magnitude that a product read in calibration; None keeps it from fp8.
     """
 
     kind: Kind
@@ -46,11 +46,12 @@ class ProductRequest:
     before: PrologueMatch | None = None
     into: fx.Node | None = None
     activated: int | None = None
+    largest: float | None = None
 
     @property
     def head(self) -> fx.Node:
         """The convolution or product itself."""
-        return next(node for node in self.nodes if is_call(node, *CONVOLUTIONS, *_LINEARS))
+        return next(node for node in self.nodes if is_call(node, *CONVOLUTIONS, *PRODUCTS))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,7 +78,8 @@ class ProductRequest:
         calls = " ".join(str(node.target) for node in self.nodes)
         before = self.before and (self.before.activation, self.before.sharers)
         parts = (self.dtype, self.arithmetic, sorted(self.has), before, self.activation)
-        return f"{self.kind} {self.shape} {parts} {calls}"
+        fp8 = " fp8" if self.largest is not None else ""
+        return f"{self.kind} {self.shape} {parts} {calls}{fp8}"
 
 
 def requests(module: fx.GraphModule) -> Iterator[ProductRequest]:
@@ -108,7 +110,7 @@ class _Shares:
 
 
 def _shares(rewriter: Rewriter) -> _Shares:
-    heads = rewriter.calls(*CONVOLUTIONS, *_LINEARS)
+    heads = rewriter.calls(*CONVOLUTIONS, *PRODUCTS)
     owners: dict[fx.Node, fx.Node] = {}
     found = {head: alone for head in heads if (alone := _alone(rewriter, head)) is not None}
     for head, alone in found.items():
@@ -192,6 +194,7 @@ def _linear(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
         residual=None,
         nodes=(node,),
         constants={},
+        largest=largest_read(node),
     )
 
 

@@ -1,10 +1,11 @@
 """Convolutions and products as torch ops: `nimblec.kernels.launch` says what an op is.
 
 ``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
-tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). `convolution_into` writes to ``out``, part of
-the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of their own.
-``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
-`nimblec.kernels.reference.Prologue`.
+tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). With ``factors``
+(`nimblec.kernels.products.fp8`), it multiplies e4m3, whose bytes the weights are, and ``x`` may be; with ``out_factor``
+the result is. `convolution_into` writes to ``out``, part of the channels of larger images. The kernel leaves
+``counters`` zero; concurrent calls need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale,
+shift, gate and ``before`` are a `nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from nimblec.kernels.images import (
     product_shape,
 )
 from nimblec.kernels.launch import Launch, Prepared, define_op
+from nimblec.kernels.products.fp8 import FP8, as_fp8, to_bytes
 from nimblec.kernels.products.gemm_reference import RowNorm, as_multiplied, moments_of
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import unpack_rows
@@ -52,6 +54,8 @@ def convolution_launch(
     arithmetic: str,
     prologue: Prologue = NO_PROLOGUE,
     norm: RowNorm | None = None,
+    factors: Tensor | None = None,
+    out_factor: Tensor | None = None,
     out_moments: Tensor | None = None,
     gated: bool = False,
 ) -> Launch:
@@ -77,6 +81,8 @@ def convolution_launch(
             **prologue.pointers,
             "moments_ptr": None if norm is None else norm.moments,
             "sums_ptr": None if norm is None else norm.column_sums,
+            "factors_ptr": factors,
+            "out_factor_ptr": out_factor,
             "out_ptr": out,
             "out_moments_ptr": out_moments,
             "partials_ptr": partials,
@@ -188,10 +194,13 @@ def _linear_and_moments(
     gate: Tensor | None = None,
     before: str = "none",
     gated: bool = False,
+    factors: Tensor | None = None,
+    out_factor: Tensor | None = None,
     **norm: Any,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
     x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty((x.shape[0], out_channels // 2 if gated else out_channels))
+    dtype = torch.uint8 if out_factor is not None else x.dtype if factors is None else torch.float16
+    out = x.new_empty((x.shape[0], out_channels // 2 if gated else out_channels), dtype=dtype)
     moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
     launch = convolution_launch(
         product_shape(x, out_channels),
@@ -207,6 +216,8 @@ def _linear_and_moments(
         arithmetic=arithmetic,
         prologue=Prologue(gate=gate, activation=before),
         norm=_row_norm(**norm),
+        factors=factors,
+        out_factor=out_factor,
         out_moments=moments,
         gated=gated,
     )
@@ -247,11 +258,17 @@ def _linear_on_cpu(
     gate: Tensor | None = None,
     before: str = "none",
     gated: bool = False,
+    factors: Tensor | None = None,
+    out_factor: Tensor | None = None,
     **norm: Any,
 ) -> Tensor:
     filters = unpack_rows(weight, out_channels, x.shape[1])
     read = x if gate is None else Prologue(gate=gate, activation=before)(x.float())
-    total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (read, filters)))
+    if factors is None:
+        total = functional.linear(*(as_multiplied(t, x.dtype, arithmetic) for t in (read, filters)))
+    else:
+        rounded = x.view(FP8) if x.dtype is torch.uint8 else as_fp8(read.float() * factors[0])
+        total = functional.linear(rounded.float(), filters.view(FP8).float()) * factors[1:]
     corrected = _row_norm(**norm)
     if corrected is not None:
         total = corrected(total, x.shape[1])
@@ -262,7 +279,9 @@ def _linear_on_cpu(
         total = finish(first, None, activation) * second
     else:
         total = finish(total, residual, activation)
-    return total.to(x.dtype)
+    if out_factor is not None:
+        return to_bytes(total, out_factor)
+    return total.to(x.dtype if factors is None else torch.float16)
 
 
 def _linear_and_moments_on_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tensor, Tensor]:
@@ -279,7 +298,8 @@ _CONVOLUTION = (
 _LINEAR = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "str activation, int[] tiling, str trigger, *, Tensor? gate=None, str before='none', str arithmetic='tf32', "
-    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False, bool gated=False"
+    "Tensor? moments=None, Tensor? column_sums=None, float eps=0., bool rms=False, bool gated=False, "
+    "Tensor? factors=None, Tensor? out_factor=None"
 )
 convolution = define_op(f"convolution({_CONVOLUTION}) -> Tensor", prepare=_convolution, reference=_convolution_on_cpu)
 convolution_into = define_op(

@@ -16,10 +16,11 @@ from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.products.concatenation import concatenate_in_place
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
+from nimblec.kernels.products.fp8 import factors_of, note_product
 from nimblec.kernels.products.gemm_match import ProductRequest, matches, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates
-from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_linear
+from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates, row_candidates
+from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_fp8, pack_linear
 from nimblec.kernels.products.siblings import join_siblings
 from nimblec.kernels.selector import Choose, Family, Timed
 
@@ -49,6 +50,7 @@ def _replace(rewriter: Rewriter, request: ProductRequest, call: Call) -> None:
     after = request.nodes[request.nodes.index(request.head) :]
     views = [node for node in after if is_call(node, *WHOLE_VIEWS)]
     result = call.put(rewriter, at=last)
+    note_product(result, last, request.constants[request.weight] if "factors" in call.kwargs else None)
     if request.activated is None:
         result = viewed_alike(rewriter, result, views, at=last)
     else:
@@ -64,7 +66,11 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
     if request.activated is not None:
         return of_rows
-    return [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
+    found = [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
+    if request.largest is None or of_rows:
+        return found
+    of_fp8 = candidates(request.shape, gpu, itemsize=request.dtype.itemsize, weight_itemsize=1)
+    return [*(Fp8Tiling.of(tiling.numbers) for tiling in of_fp8), *found]
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
@@ -90,6 +96,10 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
         bias = Made(source=request.constants[request.bias], make=pair, role="factors")
     if request.activated is not None:
         how["gated"] = True
+    if isinstance(tiling, Fp8Tiling):
+        assert request.largest is not None
+        weight = Made(source=source, make=partial(pack_fp8, tiling=tiling), role="weights")
+        how["factors"] = Made(source=source, make=partial(factors_of, largest=request.largest), role="factors")
     shared = (x, weight, bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)

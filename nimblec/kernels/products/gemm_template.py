@@ -15,13 +15,17 @@ A prologue, ``activation(x * scale + shift) * gate``, is applied to what is read
 are pairs: the first of a pair passes the activation and is multiplied by the second. The kernel that computes the rows
 may also leave ``moments`` of each tile's part of a row, its sum and sum of squares, for a norm that is never
 materialised: ``((x - mean) / deviation) w`` is ``(x w - mean * sum(w)) / deviation``.
+
+If the weights are e4m3, what is read is rounded to e4m3 too. Each instruction of Hopper's tensor cores cuts off bits of
+such sums, so the sums of each step are added in float32. Tiles of fewer than 64 rows are multiplied as float16 there,
+which is exact.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import activate, fetch_into_l2, prepare
+from nimblec.kernels.device import activate, add_parts, fetch_into_l2, leave_part, prepare, store
 
 
 @triton.jit
@@ -35,6 +39,8 @@ def convolution(
     gate_ptr,
     moments_ptr,
     sums_ptr,
+    factors_ptr,
+    out_factor_ptr,
     out_ptr,
     out_moments_ptr,
     partials_ptr,
@@ -76,7 +82,8 @@ def convolution(
     prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
     or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
     each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
-    has half the channels; its sum is not split, and it has no residual.
+    has half the channels; its sum is not split, and it has no residual. The factors (1 + out channels,) of e4m3 are
+    what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -87,6 +94,8 @@ def convolution(
     PART: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
     IS_POINTWISE: tl.constexpr = KERNEL_H * KERNEL_W == 1 and PADDING_H == 0 and PADDING_W == 0
     IS_WHOLE: tl.constexpr = CHANNELS % BLOCK_K == 0
+    IS_FP8: tl.constexpr = factors_ptr is not None
+    IS_ROUNDED: tl.constexpr = IS_FP8 and x_ptr.dtype.element_ty == tl.uint8
     IS_SCALED: tl.constexpr = scale_ptr is not None or shift_ptr is not None
     HAS_PROLOGUE: tl.constexpr = (IS_SCALED or gate_ptr is not None) or BEFORE != "none"
 
@@ -95,6 +104,10 @@ def convolution(
     tile_n = (block // TILES_M) % TILES_N
     part = block // (TILES_M * TILES_N)
     begin = part * PART
+    if IS_FP8:
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        if IS_ROUNDED:
+            x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     tile_weight_ptr = weight_ptr + tile_n * (STEPS * BLOCK_N * BLOCK_K)
 
     if TRIGGER != "none":
@@ -113,6 +126,9 @@ def convolution(
         bias = tl.load(bias_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0).to(tl.float32)
     else:
         bias = tl.zeros((BLOCK_N,), tl.float32)
+    if IS_FP8:
+        pixel_factor = tl.load(factors_ptr).to(tl.float16)
+        factors = tl.load(factors_ptr + 1 + columns, mask=columns < OUT_CHANNELS, other=0.0)
     if NORM != "none":
         weight_sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
 
@@ -177,18 +193,35 @@ def convolution(
             whose = image if ROWS > OUT_HEIGHT * OUT_WIDTH else None
             pixels = prepare(pixels, mask, whose, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS, BEFORE)
             pixels = pixels.to(x_ptr.dtype.element_ty)
+        if IS_FP8 and not IS_ROUNDED:
+            # The conversion saturates.
+            pixels = (pixels * pixel_factor).to(tl.float8e4nv)
         weights = tl.load(tile_weight_ptr + step * (BLOCK_N * BLOCK_K) + weight_offsets)
         if BLOCK_M == 1:  # tensor cores would multiply 15 rows of nothing
             total += weights.to(tl.float32) * pixels.to(tl.float32)
+        elif IS_FP8:
+            total += tl.dot(pixels, weights.T)
         else:
             total = tl.dot(pixels, weights.T, total, input_precision=PRECISION)
     if BLOCK_M == 1:
         total = tl.sum(total, 1)[None, :]
 
-    if SPLIT_K == 1:
+    is_last = True
+    if SPLIT_K > 1:
+        tile = tile_n * TILES_M + tile_m
+        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_ptrs = partials_ptr + tile * (SPLIT_K * BLOCK_M * BLOCK_N) + within
+        is_last = leave_part(total, partial_ptrs, part, counters_ptr + tile, SPLIT_K)
+    if is_last:
+        if SPLIT_K > 1:
+            total = add_parts(partial_ptrs, counters_ptr + tile, SPLIT_K)
+        if IS_FP8:
+            total *= factors[None, :]
         if NORM != "none":
             total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
         if residual_ptr is not None:
+            if SPLIT_K > 1:
+                residual = tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0)
             total += residual.to(tl.float32)
         total += bias[None, :]
         if GATED:
@@ -199,30 +232,10 @@ def convolution(
             pair_offsets = rows[:, None] * OUT_STRIDE + pairs[None, :]
             tl.store(out_ptr + pair_offsets, result, mask=(rows < ROWS)[:, None] & (pairs * 2 < OUT_CHANNELS)[None, :])
         else:
-            result = activate(total, ACTIVATION).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_offsets, result, mask=exists)
+            result = activate(total, ACTIVATION)
+            store(out_ptr + out_offsets, result, exists, out_factor_ptr)
             if out_moments_ptr is not None:
-                store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
-    else:
-        tile = tile_n * TILES_M + tile_m
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE) + within
-        tl.store(partial_ptrs + part * SIZE, total, cache_modifier=".cg")
-        tl.debug_barrier()  # all threads' stores come before the one thread's release
-        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            tl.store(counters_ptr + tile, 0)
-            total = tl.load(partial_ptrs, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT_K):
-                total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
-            if NORM != "none":
-                total = correct(total, sums, squares, weight_sums, CHANNELS, EPS, NORM)
-            if residual_ptr is not None:
-                total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
-            result = activate(total + bias[None, :], ACTIVATION).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_offsets, result, mask=exists)
-            if out_moments_ptr is not None:
+                result = result.to(out_ptr.dtype.element_ty)
                 store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
 
 

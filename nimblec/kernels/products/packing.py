@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nimblec.kernels.call import Made
+from nimblec.kernels.products.fp8 import as_fp8, column_factors
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.shapes import Convolution, Pair, ceil_div
 
@@ -31,6 +32,11 @@ def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
 def pack_linear(weight: Tensor, tiling: Tiling) -> Tensor:
     """Cut the right matrix (depth, columns) of a product into tiles; see `pack_rows`."""
     return pack_rows(weight.t(), tiling)
+
+
+def pack_fp8(weight: Tensor, tiling: Tiling) -> Tensor:
+    """Cut the right matrix (depth, columns) of a product into tiles of bytes of e4m3, multiples of `column_factors`."""
+    return as_fp8(pack_linear(weight.float() / column_factors(weight), tiling)).view(torch.uint8)
 
 
 def pack_rows(weight: Tensor, tiling: Tiling) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import fetch_into_l2
+from nimblec.kernels.device import add_parts, fetch_into_l2, leave_part
 
 EXACT = tl.constexpr(12582912.0)
 """1.5 * 2**23: numbers of this size are whole, so adding it rounds a small number, to even."""
@@ -136,15 +136,10 @@ def quantized_convolution(
         tile = tile_n * TILES_M + tile_m
         within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         partial_ptrs = partials_ptr + tile * (SPLIT_K * BLOCK_M * BLOCK_N) + within
-        tl.store(partial_ptrs + part * (BLOCK_M * BLOCK_N), total, cache_modifier=".cg")
-        tl.debug_barrier()  # all threads' stores come before the one thread's release
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+        is_last = leave_part(total, partial_ptrs, part, counters_ptr + tile, SPLIT_K)
     if is_last:
         if SPLIT_K > 1:
-            tl.store(counters_ptr + tile, 0)
-            total = tl.load(partial_ptrs, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT_K):
-                total += tl.load(partial_ptrs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            total = add_parts(partial_ptrs, counters_ptr + tile, SPLIT_K)
         result = rounded((total + bias[None, :]).to(tl.float32) * factors[None, :], levels_ptr + 1)
         if IS_REQUANTIZED:
             result = (result - tl.load(levels_ptr + 1)) * tl.load(levels_ptr + 4)

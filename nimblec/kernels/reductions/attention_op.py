@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nimblec.kernels.launch import Launch, Prepared, define_op
+from nimblec.kernels.products.fp8 import to_bytes
 from nimblec.kernels.reductions.attention_shapes import Attention, Strides, attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, padded
 
@@ -25,12 +26,23 @@ def attention_launch(
     out: Tensor,
     scale: float,
     trigger: str,
+    out_factor: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that writes the attention to ``out`` (batch, queries, heads, value size), contiguous."""
+    """Return the launch that writes the attention to ``out`` (batch, queries, heads, value size), contiguous.
+
+    With ``out_factor`` it writes bytes of e4m3.
+    """
     return Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
         blocks=tiling.blocks(shape),
-        pointers={"query_ptr": query, "key_ptr": key, "value_ptr": value, "mask_ptr": mask, "out_ptr": out},
+        pointers={
+            "query_ptr": query,
+            "key_ptr": key,
+            "value_ptr": value,
+            "mask_ptr": mask,
+            "out_factor_ptr": out_factor,
+            "out_ptr": out,
+        },
         settings={
             "HEADS": shape.heads,
             "GROUP": shape.heads // shape.key_heads,
@@ -65,9 +77,11 @@ def _attention(
     scale: float,
     tiling: Sequence[int],
     trigger: str,
+    out_factor: Tensor | None = None,
 ) -> Prepared[Tensor]:
     batch, heads, queries, _ = query.shape
-    out = query.new_empty((batch, queries, heads, value.shape[-1]))
+    dtype = query.dtype if out_factor is None else torch.uint8
+    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
     launch = attention_launch(
         attention_shape(query, key, value, mask, causal=causal),
         AttentionTiling.of(tiling),
@@ -78,6 +92,7 @@ def _attention(
         out=out,
         scale=scale,
         trigger=trigger,
+        out_factor=out_factor,
     )
     return Prepared(out, launch)
 
@@ -87,9 +102,17 @@ def _named(name: str, strides: Strides) -> dict[str, int]:
 
 
 def _attention_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, *_how: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    *_how: object,
+    out_factor: Tensor | None = None,
 ) -> Tensor:
-    return attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2).to(query.dtype).contiguous()
+    out = attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2).contiguous()
+    return out.to(query.dtype) if out_factor is None else to_bytes(out, out_factor)
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
@@ -108,7 +131,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, 
 
 attention = define_op(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale, int[] tiling, "
-    "str trigger) -> Tensor",
+    "str trigger, *, Tensor? out_factor=None) -> Tensor",
     prepare=_attention,
     reference=_attention_on_cpu,
 )

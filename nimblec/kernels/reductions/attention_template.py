@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nimblec.kernels.device import store
+
 
 @triton.jit
 def attention(
@@ -19,6 +21,7 @@ def attention(
     key_ptr,
     value_ptr,
     mask_ptr,
+    out_factor_ptr,
     out_ptr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -141,7 +144,7 @@ def attention(
         total = tl.where(total == 0.0, 1.0, total)
     out_offsets = ((batch * QUERIES + rows[:, None]) * HEADS + head) * VALUE_SIZE + across[None, :]
     is_out = is_row & (across < VALUE_SIZE)[None, :]
-    tl.store(out_ptr + out_offsets, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_out)
+    store(out_ptr + out_offsets, mixed / total[:, None], is_out, out_factor_ptr)
 
 
 @triton.jit

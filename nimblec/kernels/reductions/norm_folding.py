@@ -16,9 +16,10 @@ from nimblec.graph.views import is_view
 from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
 from nimblec.kernels.compiling import Compile
 from nimblec.kernels.launch import jobs
+from nimblec.kernels.products.fp8 import FP8, column_factors, factors_of, largest_result, weight_of
 from nimblec.kernels.products.gemm_op import linear, linear_and_moments
 from nimblec.kernels.products.gemm_tilings import Tiling
-from nimblec.kernels.products.packing import pack_rows, unpack_rows
+from nimblec.kernels.products.packing import pack_fp8, pack_rows, unpack_rows
 from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.shapes import next_power_of_2
 
@@ -62,8 +63,10 @@ def _normed(rewriter: Rewriter, request: NormRequest) -> Iterator[_Normed]:
     columns, width = request.shape.columns, Tiling.of(bound(maker)["tiling"]).block_n
     if fake(maker).shape[1] != columns or columns % width:
         return
-    readers = list(_readers(request.result))
+    readers = list(whole_readers(request.result))
     if not all(_is_product_of(reader, rows) for reader, rows in readers):
+        return
+    if largest_result(maker) is None and any(weight_of(reader) is not None for reader, _ in readers):
         return
     if any(_moments_of_a_thread(reader, columns // width) > _MOST_MOMENTS for reader, _ in readers):
         return
@@ -80,11 +83,11 @@ def _maker(node: fx.Node) -> fx.Node | None:
     return node if is_call(node, linear) and not bound(node)["gated"] else None
 
 
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def whole_readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the readers of a value and of its whole views, each with the value or view that it reads."""
     for user in node.users:
         if is_call(user, *WHOLE_VIEWS) and is_view(user):
-            yield from _readers(user)
+            yield from whole_readers(user)
         else:
             yield user, node
 
@@ -104,13 +107,15 @@ def _with_weights(rewriter: Rewriter, request: NormRequest, maker: fx.Node, read
     packed, bias = rewriter.value(given["weight"]), rewriter.value(given["bias"])
     scale, shift = rewriter.value(request.weight), rewriter.value(request.bias)
     assert packed is not None
-    weight = unpack_rows(packed, given["out_channels"], request.shape.columns).float()
+    dtype, source = fake(reader).dtype, weight_of(reader)
+    rows = unpack_rows(packed, given["out_channels"], request.shape.columns) if source is None else source.t()
+    weight = rows.float()
     if shift is not None:
         added = weight @ shift.float()
-        bias = (added if bias is None else added + bias.float()).to(packed.dtype)
+        bias = (added if bias is None else added + bias.float()).to(dtype)
     if scale is not None:
         weight = weight * scale.float()
-    return _Normed(request=request, maker=maker, reader=reader, weight=weight.to(packed.dtype), bias=bias)
+    return _Normed(request=request, maker=maker, reader=reader, weight=weight.to(dtype), bias=bias)
 
 
 def _leaving_moments(rewriter: Rewriter, maker: fx.Node) -> fx.Node:
@@ -124,13 +129,18 @@ def _correct(rewriter: Rewriter, normed: _Normed, reader: fx.Node, maker: fx.Nod
     """Make ``reader`` take the rows of ``maker`` themselves, and normalise them."""
     (rows,) = (user for user in maker.users if user.args[1] == 0)
     tiling = Tiling.of(bound(reader)["tiling"])
-    packed = rewriter.constant(pack_rows(normed.weight, tiling), at=reader)
+    largest, weight, factors = largest_result(normed.maker), normed.weight, None
+    packed = pack_rows(weight, tiling)
+    if weight_of(normed.reader) is not None and largest is not None:
+        packed, factors = pack_fp8(weight.t(), tiling), factors_of(weight.t(), largest)
+        weight = unpack_rows(packed, *weight.shape).view(FP8).float() * column_factors(weight.t())[:, None]
     bias = None if normed.bias is None else rewriter.constant(normed.bias, at=reader)
     norm: dict[str, Any] = {
         "moments": rewriter.call(operator.getitem, maker, 1, at=reader),
-        "column_sums": rewriter.constant(normed.weight.float().sum(1), at=reader),
+        "column_sums": rewriter.constant(weight.float().sum(1), at=reader),
+        "factors": None if factors is None else rewriter.constant(factors, at=reader),
         "eps": normed.request.eps,
         "rms": normed.request.shape.rms,
     }
-    reader.args = (rows, packed, bias, *reader.args[3:])
+    reader.args = (rows, rewriter.constant(packed, at=reader), bias, *reader.args[3:])
     reader.kwargs = {**reader.kwargs, **norm}

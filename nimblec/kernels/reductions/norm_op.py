@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nimblec.kernels.launch import Launch, Prepared, define_op
+from nimblec.kernels.products.fp8 import to_bytes
 from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling
 from nimblec.kernels.shapes import ceil_div
 
@@ -27,8 +28,13 @@ def norm_launch(
     out: Tensor,
     eps: float,
     trigger: str,
+    rounded: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Launch:
-    """Return the launch of the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous."""
+    """Return the launch of the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous.
+
+    ``rounded`` receives the bytes of ``out * factor`` in e4m3.
+    """
     return Launch(
         template="nimblec.kernels.reductions.norm_template:norm",
         blocks=ceil_div(shape.rows, tiling.block_r),
@@ -38,6 +44,8 @@ def norm_launch(
             "weight_ptr": weight,
             "bias_ptr": bias,
             "sum_ptr": total,
+            "rounded_ptr": rounded,
+            "factor_ptr": factor,
             "out_ptr": out,
         },
         settings={
@@ -82,11 +90,13 @@ def _add_layer_norm(
     dtype: torch.dtype,
     tiling: Sequence[int],
     trigger: str,
+    factor: Tensor | None = None,
 ) -> Prepared[tuple[Tensor, Tensor | None]]:
-    """Return the norm, and its argument where that is a sum with a residual."""
+    """Return the norm, and its argument where that is a sum with a residual, or with a factor its bytes in e4m3."""
     if residual is not None:
         assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
     out, total = x.new_empty(x.shape, dtype=dtype), None if residual is None else x.new_empty(x.shape)
+    rounded = None if factor is None else x.new_empty(x.shape, dtype=torch.uint8)
     launch = norm_launch(
         norm_shape(x, rms=rms),
         NormTiling.of(tiling),
@@ -98,13 +108,25 @@ def _add_layer_norm(
         out=out,
         eps=eps,
         trigger=trigger,
+        rounded=rounded,
+        factor=factor,
     )
-    return Prepared((out, total), launch)
+    return Prepared((out, total if rounded is None else rounded), launch)
 
 
 def _layer_norm(x: Tensor, *settings: Any) -> Prepared[Tensor]:
     prepared = _add_layer_norm(x, None, *settings)
     return Prepared(prepared.results[0], prepared.launch)
+
+
+def _layer_norm_and_fp8(x: Tensor, *settings: Any) -> Prepared[tuple[Tensor, Tensor | None]]:
+    return _add_layer_norm(x, None, *settings)
+
+
+def _layer_norm_and_fp8_on_cpu(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    weight, bias, eps, rms, dtype, _tiling, _trigger, factor = settings
+    normal = normalized(x, weight, bias, eps, rms, torch.float32)
+    return normal.to(dtype), to_bytes(normal, factor)
 
 
 def _layer_norm_on_cpu(
@@ -132,4 +154,9 @@ add_layer_norm = define_op(
     f"add_layer_norm(Tensor x, Tensor residual, {_SETTINGS}) -> (Tensor, Tensor)",
     prepare=_add_layer_norm,
     reference=_add_layer_norm_on_cpu,
+)
+layer_norm_and_fp8 = define_op(
+    f"layer_norm_and_fp8(Tensor x, {_SETTINGS}, Tensor factor) -> (Tensor, Tensor)",
+    prepare=_layer_norm_and_fp8,
+    reference=_layer_norm_and_fp8_on_cpu,
 )

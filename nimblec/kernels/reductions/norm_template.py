@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
-# ruff: noqa: N803 - constants known to the compiler in capitals, as in Triton's own kernels
+# ruff: noqa: C901, N803 - branches are taken while it is compiled; constants in capitals, as in Triton's own kernels
 """The Triton kernel of layer norm and RMS norm over the last axis, with a residual added before it.
 
 A block holds some whole rows in registers, so that the mean comes before the differences from it. It
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nimblec.kernels.device import store
+
 
 @triton.jit
 def norm(
@@ -19,6 +21,8 @@ def norm(
     weight_ptr,
     bias_ptr,
     sum_ptr,
+    rounded_ptr,
+    factor_ptr,
     out_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -28,7 +32,10 @@ def norm(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Normalise rows of x or, with a residual, of sum = x + residual; arrays are (rows, columns) without gaps."""
+    """Normalise rows of x or, with a residual, of sum = x + residual; arrays are (rows, columns) without gaps.
+
+    With a factor, the result times the factor is also stored in e4m3.
+    """
     if TRIGGER == "early":
         gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -62,3 +69,5 @@ def norm(
     if bias_ptr is not None:
         result += bias[None, :]
     tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+    if factor_ptr is not None:
+        store(rounded_ptr + offsets, result, mask, factor_ptr)

@@ -36,13 +36,13 @@ class Field:
 
 
 Fields = Mapping[type, Mapping[int, Field]]
-"""For each record class its fields by tag: number and wire type as encoded before a value."""
+"""For each record class its fields by tag, in ascending order: number and wire type as encoded before a value."""
 
 
 def by_tag(numbered: Mapping[type, Mapping[int, Field]]) -> Fields:
     """Return the fields of each record class by tag, from those by number."""
     return {
-        record: {number << 3 | _wire_type(field): field for number, field in fields.items()}
+        record: {number << 3 | _wire_type(field): field for number, field in sorted(fields.items())}
         for record, fields in numbered.items()
     }
 
@@ -72,7 +72,7 @@ def read(data: bytes, record: type, fields: Fields, budget: Budget) -> Any:
 def write(record: Any, fields: Fields) -> bytes:
     """Return the canonical form of a message: `read(write(x))` is x, `write(read(data))` is data."""
     written = bytearray()
-    for tag, field in sorted(fields[type(record)].items()):
+    for tag, field in fields[type(record)].items():
         value = getattr(record, field.name)
         if field.packed:
             if value:
@@ -105,6 +105,8 @@ def _number_bytes(kind: str, value: Any) -> bytes:
 
 
 def _varint_bytes(value: int) -> bytes:
+    if value < 0x80:
+        return bytes((value,))
     written = bytearray()
     while value >= 0x80:
         written.append(value & 0x7F | 0x80)
