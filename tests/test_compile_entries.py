@@ -20,13 +20,13 @@ from nimblec.base.ir import Part
 from nimblec.base.options import InputSpec, NamedInput, Options
 from nimblec.base.source import Source
 from nimblec.cpu import capture
+from nimblec.cuda.load import load_models
 from nimblec.cuda.request import CompileRequest
 from nimblec.find_source import find_source
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
-from nimblec.pytorch import sources
 from nimblec.pytorch.handover import hand_over
-from nimblec.pytorch.state import share
+from nimblec.pytorch.model import TorchModel
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -105,19 +105,38 @@ def test_sizes_are_those_of_the_entries() -> None:
 
 def test_shared_state_is_one_when_read(tmp_path: Path) -> None:
     source, *_ = hand_over(find_source(entry_models.counting, None, None, tmp_path), Options(), tmp_path)
-    shared = {name: part.shared for name, part in source.entries}
-    assert shared == {"add": (("total", 0),), "total": (("counter.total", 0),)}
-    calls = sources.load(source, Options())
-    share({name: call.module for name, call in calls.items()}, shared)
+    assert {name: part.shared for name, part in source.entries} == {
+        "add": (("total", 0),),
+        "total": (("counter.total", 0),),
+    }
+    assert [part.writes for _, part in source.entries] == [("total",), ()]
+    add, total = _loaded(source, tmp_path)
     for count in (1, 2):
-        assert calls["add"].module(*calls["add"].args)["output"].tolist() == [count] * 4
-        assert calls["total"].module(*calls["total"].args)["output"].tolist() == [count] * 4
+        assert add.module(*add.args)["output"].tolist() == [count] * 4
+        assert total.module(*total.args)["output"].tolist() == [count] * 4
 
 
 def test_entries_are_handed_over_as_a_file_each(tmp_path: Path) -> None:
     source, *_ = hand_over(find_source(entry_models.head, None, None, tmp_path), Options(), tmp_path)
     assert [(name, part.kind) for name, part in source.entries] == [("rows", "exported"), ("probabilities", "exported")]
     assert all(Path(part.model).is_file() for _, part in source.entries)
+
+
+def test_weights_of_entries_are_handed_over_once(tmp_path: Path) -> None:
+    source, *_ = hand_over(find_source(entry_models.head, None, None, tmp_path), Options(), tmp_path)
+    head = entry_models.head()["rows"][0]
+    assert [len(part.shared) for _, part in source.entries] == [4, 4]
+    held = torch.export.load(source.entries[0][1].model).state_dict
+    assert {tensor.numel() for tensor in held.values()} == {1}
+    rows, probabilities = _loaded(source, tmp_path)
+    torch.testing.assert_close(dict(rows.module.named_parameters()), dict(head.named_parameters()), rtol=0, atol=0)
+    assert rows.module.wide.weight is probabilities.module.head.wide.weight
+
+
+def _loaded(source: Source, folder: Path) -> list[TorchModel]:
+    """Return the models as the capture process loads them, on the CPU."""
+    request = CompileRequest(source=source, options=Options(), output=folder / "a.plan", sys_path=())
+    return [*load_models(request, device="cpu").values()]
 
 
 def test_compile_request_loads_every_field(tmp_path: Path) -> None:

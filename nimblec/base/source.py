@@ -31,8 +31,9 @@ class Source:
     ``kind``: "callable" ("package.module:callable"), "exported" (.pt2), "onnx", of which ``model`` is
     the name or path, "live", which is ``live``, "entries", a source for each entry by its name, or "sizes",
     a source for each profile. A callable may return several entries, too. ``labels`` pair symbols of an exported
-    program with the user's names for them; ``shared`` are its tensors that several entries have and one of them
-    writes, by their names, each with a number that is the same in all of these entries.
+    program with the user's names for them; ``shared`` are its tensors that several entries have, by their names, each
+    with its place in the list of tensors in the file ``model`` of the entries' source. ``writes`` names the tensors
+    that its runs write, if it shares any.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class Source:
     entries: "tuple[tuple[str, Source], ...]" = ()
     labels: tuple[tuple[str, str], ...] = ()
     shared: tuple[tuple[str, int], ...] = ()
+    writes: tuple[str, ...] = ()
 
 
 def read_entries(what: str, entries: Mapping[Any, Any]) -> dict[str, tuple[Any, Any, Any]]:

@@ -42,9 +42,12 @@ def load_models(request: CompileRequest, *, device: str = "cuda") -> "dict[Progr
     else:
         calls = {(e, ()): call for e, call in sources.load(request.source, options, device=device).items()}
     placed = {key: place_call(call, device=device) for key, call in calls.items()}
-    shared = {entry: part.shared for entry, part in request.source.entries}
-    share({entry: model.module for (entry, _), model in placed.items()}, shared)
-    return placed
+    if request.source.kind != "entries":
+        return placed
+    entries = dict(request.source.entries)
+    modules = {entry: model.module for (entry, _), model in placed.items()}
+    share(modules, {entry: part.shared for entry, part in entries.items()}, Path(request.source.model), device)
+    return {key: replace(model, writes=entries[key[0]].writes) for key, model in placed.items()}
 
 
 def choose_without_timing() -> None:

@@ -25,7 +25,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     profile, call = next(iter(dynamic.calls(options).items()))
     model = place_call(call, device="cpu")
     at = f"{dynamic.name} at {profile_text(profile)}"
-    outputs = name_outputs(run_twice(at, model, HOW_STATE_IS_KEPT, buffers_are_kept=False))
+    outputs = name_outputs(run_twice(at, model, HOW_STATE_IS_KEPT))
     path = folder / "model.onnx"
     with exporting_onnx(dynamic.name):
         program = torch.onnx.export(

@@ -123,9 +123,9 @@ def export(
 
 def _written(call: ModelCall) -> Sequence[str]:
     """Return the parameters and buffers that runs of a model write, once two runs were found to agree."""
-    with borrowed(call.module):
+    with borrowed(call.module) as originals:
         model = place_call(call, device="cpu")
-        run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
+        run_twice(call.name, model, HOW_STATE_IS_KEPT, originals)
         if declared := declared_writes(call.module):
             return declared
         with exporting(call.name, "torch.export"):
@@ -135,9 +135,9 @@ def _written(call: ModelCall) -> Sequence[str]:
 
 def _export(call: ModelCall, path: Path, *, refittable: bool, max_error: float | None) -> ExportedModel:
     """Return a model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
-    with borrowed(call.module):
+    with borrowed(call.module) as originals:
         model = place_call(call, device="cpu")
-        result = run_twice(call.name, model, HOW_STATE_IS_KEPT, buffers_are_kept=True)
+        result = run_twice(call.name, model, HOW_STATE_IS_KEPT, originals)
         outputs = name_outputs(result)
         _refuse_shared_names(call, outputs)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))

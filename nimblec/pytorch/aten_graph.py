@@ -5,15 +5,18 @@ nodes: in-place calls become functional, composite calls are decomposed, and wha
 parameters alone is computed immediately.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
+from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError, data_dependent, first_line
@@ -32,11 +35,15 @@ CHECKS = frozenset({aten._assert_tensor_metadata.default, aten._assert_async.msg
 
 
 class StateWrittenError(UnsupportedModelError):
-    """A run writes into parameters or buffers of the module, those of these ``names``."""
+    """A run writes into parameters or buffers of the module, those of these ``names``.
+
+    ``exported`` is the program with these writes, where it was made before they were found.
+    """
 
     def __init__(self, message: str, names: Sequence[str]) -> None:
         super().__init__(message)
         self.names = tuple(names)
+        self.exported: torch.export.ExportedProgram | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,54 @@ def trace(
             if apart is not None and not inside.keys() - apart.keys():
                 raise TraceError(str(exc)) from exc
             apart = {**(apart or {}), **inside}
-        pure = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+        try:
+            pure = _pure(module, partial(exported.run_decompositions, apart))  # two runs of the model on fake tensors
+        except StateWrittenError as exc:
+            exc.exported = exported
+            raise
+
+
+def record_exported(
+    module: torch.nn.Module, leaves: Sequence[Any], state: Sequence[tuple[Tensor, bool]], *, device: str
+) -> AtenProgram | None:
+    """Record a module of torch.export on flattened arguments; None where only another export makes its calls pure.
+
+    Tensors of its ``state`` are arguments after its own. With such, the result is that of the module and, in a tuple,
+    the new values of the state that is marked as written.
+    """
+    if not (isinstance(module, fx.GraphModule) and _is_static(module.graph)):
+        return None
+    recorder, numbers = StridedRecorder(torch.device(device)), count()
+
+    def given(leaf: Any) -> Any:
+        return recorder.receive(f"input_{next(numbers)}", leaf) if isinstance(leaf, Tensor) else leaf
+
+    try:
+        with recorder, torch.no_grad():
+            arguments, before = [given(leaf) for leaf in leaves], [given(tensor) for tensor, _ in state]
+            storages = (tensor.untyped_storage()._cdata for tensor, _ in state)
+            values = {storage: value.clone() for storage, value in zip(storages, before, strict=True)}
+            results = _ExportedTracer(module, recorder, values).run(*arguments, enable_io_processing=False)
+            nested = module.graph.process_outputs(results)
+    except InPlaceError:
+        return None
+    new = tuple(value for value, (_, is_written) in zip(values.values(), state, strict=True) if is_written)
+    return program(recorder, *pytree.tree_flatten((nested, new) if state else nested))
+
+
+def _is_static(graph: fx.Graph) -> bool:
+    """Return whether a graph is one of torch.export, of ATen calls, with sizes that are numbers."""
+
+    def is_static(node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            return not isinstance(value, torch.SymInt) and all(type(n) is int for n in getattr(value, "shape", ()))
+        if isinstance(node.target, HigherOrderOperator):
+            return node.target.name() in CONTROL
+        is_call = node.target is operator.getitem or isinstance(node.target, OpOverload)
+        return is_call if node.op == "call_function" else node.op in {"get_attr", "output"}
+
+    return isinstance(graph._codegen, _PyTreeCodeGen) and all(map(is_static, graph.nodes))
 
 
 def _has_autocast(exported: torch.export.ExportedProgram) -> bool:
@@ -174,6 +228,11 @@ def _state(
     tensor = exported.state_dict[name] if name in exported.state_dict else exported.constants.get(name)
     if not isinstance(tensor, Tensor):
         raise UnsupportedModelError(f"{name!r} is a {type(tensor).__name__}: expected a tensor")
+    return _constant(tensor, name, on_host, recorder)
+
+
+def _constant(tensor: Tensor, name: str, on_host: dict[tuple[Any, ...], Tensor], recorder: Recorder) -> Tensor:
+    """Return the labelled copy on the host of a tensor of the module."""
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if key not in on_host:
         on_host[key] = tensor.detach().cpu()
@@ -277,6 +336,22 @@ class _Tracer(fx.Interpreter):
         """Return the device of a call: the host for known values, else the model's device."""
         fakes = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch._subclasses.FakeTensor))
         return self._recorder.device if any(True for _ in fakes) else torch.device("cpu")
+
+
+class _ExportedTracer(_Tracer):
+    """Runs a module of torch.export under a recorder; ``state`` are values in place of its tensors, by storage."""
+
+    def __init__(self, module: fx.GraphModule, recorder: Recorder, state: Mapping[int, Tensor]) -> None:
+        super().__init__(module, recorder)
+        self._state = state
+        self._on_host: dict[tuple[Any, ...], Tensor] = {}
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held = super().get_attr(target, args, kwargs)
+        if not isinstance(held, Tensor):
+            return held
+        value = self._state.get(held.untyped_storage()._cdata)
+        return _constant(held, target, self._on_host, self._recorder) if value is None else value
 
 
 def _trace_body(body: fx.GraphModule, recorder: Recorder, given: Sequence[Any]) -> Any:

@@ -1,17 +1,20 @@
 """Borrow a user's module and restore it afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.modules import transformer
 
+Originals: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors of a module, each with its values before it was borrowed."""
+
 
 @contextmanager
-def borrowed(model: Any) -> Iterator[None]:
-    """Replace the parameters and buffers of a module by copies on the CPU inside the block.
+def borrowed(model: Any) -> Iterator[Originals]:
+    """Replace the parameters and buffers of a module by copies on the CPU inside the block, which gets the originals.
 
     Afterwards every attribute of every submodule is restored; a plain function is left alone. torch's fused encoder
     layers stay off meanwhile: for a padding mask they take nested tensors, which no exporter does, and give zeros where
@@ -20,8 +23,8 @@ def borrowed(model: Any) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _restored(model), masks_as_given():
-            yield
+        with _restored(model) as originals, masks_as_given():
+            yield originals
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
 
@@ -46,18 +49,19 @@ def _as_told(mask: Any, is_causal: bool | None = None, size: int | None = None) 
 
 
 @contextmanager
-def _restored(model: Any) -> Iterator[None]:
+def _restored(model: Any) -> Iterator[Originals]:
     if not isinstance(model, torch.nn.Module):
-        yield
+        yield ()
         return
     data = {id(tensor): (tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())}
+    originals = tuple(data.values())
     with attributes_kept(model):
         try:
-            for tensor, its_data in data.values():
+            for tensor, its_data in originals:
                 tensor.data = its_data.to("cpu", copy=True)
-            yield
+            yield originals
         finally:
-            for tensor, its_data in data.values():
+            for tensor, its_data in originals:
                 tensor.data = its_data
 
 

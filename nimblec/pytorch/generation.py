@@ -167,10 +167,13 @@ def entries(
         from nimblec.pytorch.transformers_cache import Cached
 
         model = Cached(model, batch, length)
-    example = torch.zeros(batch, min(prompts), dtype=torch.int64)
-    with exporting(type(model).__name__, "torch.export"):
-        program = torch.export.export(model, (example, torch.zeros_like(example)))
-    shared = _Generator(model, written_by(type(model).__name__, program), batch, seed)
+        caches: Iterable[str] = model.caches
+    else:
+        example = torch.zeros(batch, min(prompts), dtype=torch.int64)
+        with exporting(type(model).__name__, "torch.export"):
+            program = torch.export.export(model, (example, torch.zeros_like(example)))
+        caches = written_by(type(model).__name__, program)
+    shared = _Generator(model, caches, batch, seed)
     made: dict[str, tuple[Any, ...]] = {}
     for size in sorted(set(prompts)):
         ids, lengths = torch.zeros(batch, size, dtype=torch.int64), torch.full((batch,), size)

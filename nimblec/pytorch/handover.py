@@ -5,10 +5,14 @@ attributes when they are pickled, lambdas and hooks cannot be pickled, and what 
 modules (registries that `__init__` fills, patches, flags) does not exist in the other process.
 """
 
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -22,7 +26,7 @@ from nimblec.pytorch.model import ModelCall, as_module, is_compiled, place_call
 from nimblec.pytorch.outputs import missing_outputs, results_by_name
 from nimblec.pytorch.recurrent import padded_sequences
 from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
-from nimblec.pytorch.state import declared_writes, refuse_autocast, storages, written_by
+from nimblec.pytorch.state import declared_writes, named_tensors, refuse_autocast, storages, written_by
 
 
 class ValueSizesError(Exception):
@@ -39,8 +43,7 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
     Returns the files as a source, the options that remain, and notes for the user. An ExportedProgram for
     several sizes is written as it is, or each of its sizes where the model's code fixes them. Raises TraceError where
     torch.export refuses the model, with the user's line at which it stopped, ValueSizesError for a single
-    model with sizes that depend on values. The source lists tensors that entries share and write, since each file has
-    its own copy.
+    model with sizes that depend on values. Tensors that entries share are written once, to a file of their own.
     """
     if options.sizes and source.live is not None and source.live.module is not None:
         return _each_size(source, options, folder)
@@ -57,32 +60,65 @@ def hand_over(source: Source, options: Options, folder: Path) -> tuple[Source, O
             "package.module:callable",
         )
     options = replace(options, inputs=(), dims=(), examples=())  # these are in the files
+    tensors = {entry: named_tensors(call.module) for entry, call in calls.items()}
     held = {entry: storages(call.module) for entry, call in calls.items()}
+    holders = Counter(chain.from_iterable({*map(id, named.values())} for named in tensors.values()))
+
+    def is_common(tensor: Tensor) -> bool:
+        return holders[id(tensor)] > 1 and type(tensor) in {Tensor, torch.nn.Parameter}
+
     paths: dict[str, Path] = {}
+    writes: dict[str, Sequence[str]] = {}
     written: set[int] = set()
     notes: tuple[str, ...] = ()
     for entry, call in calls.items():
         paths[entry] = folder / f"model_{len(paths)}.pt2"
-        program, said = _export(call, paths[entry])
+        apart = [name for name, tensor in tensors[entry].items() if is_common(tensor)]
+        program, said = _export(call, paths[entry], apart)
         if source.kind != "entries" and _has_value_sizes(program):
             raise ValueSizesError(call)
         notes += said
         others = {storage for other in held if other != entry for storage in held[other].values()}
         if others & {*held[entry].values()}:
-            names = declared_writes(call.module) or written_by(call.name, program)
-            written |= {held[entry][name] for name in names} & others
-    numbers = {storage: number for number, storage in enumerate(sorted(written))}
+            writes[entry] = declared_writes(call.module) or written_by(call.name, program)
+            written |= {held[entry][name] for name in writes[entry]} & others
+    if source.kind != "entries":
+        return Source(kind="exported", model=str(paths["main"])), options, notes
+    common, places = _common(tensors, is_common, written)
+    torch.save([tensor.detach().cpu() for tensor in common], folder / "common.pt")
     entries = {
-        entry: Source(
-            kind="exported",
-            model=str(path),
-            shared=tuple((name, numbers[storage]) for name, storage in held[entry].items() if storage in numbers),
-        )
+        entry: Source(kind="exported", model=str(path), shared=places[entry], writes=tuple(writes.get(entry, ())))
         for entry, path in paths.items()
     }
-    if source.kind != "entries":
-        return entries["main"], options, notes
-    return Source(kind="entries", entries=tuple(entries.items())), options, notes
+    return Source(kind="entries", model=str(folder / "common.pt"), entries=tuple(entries.items())), options, notes
+
+
+def _common(
+    tensors: Mapping[str, Mapping[str, Tensor]], is_common: Callable[[Tensor], bool], written: Collection[int]
+) -> tuple[list[Tensor], dict[str, tuple[tuple[str, int], ...]]]:
+    """Return the tensors that several entries have, and each entry's names for them with their places in the list.
+
+    All tensors of a storage that is ``written`` become one, as an entry reads what another one writes.
+    """
+    numbers: dict[int, int] = {}
+    found: list[Tensor] = []
+    places: dict[str, tuple[tuple[str, int], ...]] = {}
+    for entry, named in tensors.items():
+        of_entry = []
+        for name, tensor in named.items():
+            is_written = (storage := tensor.untyped_storage()._cdata) in written
+            if is_written or is_common(tensor):
+                number = numbers.setdefault(storage if is_written else id(tensor), len(found))
+                if number == len(found):
+                    found.append(tensor)
+                of_entry.append((name, number))
+        places[entry] = tuple(of_entry)
+    return found, places
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    empty = tensor.new_zeros(1)
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
 def _has_value_sizes(program: ExportedProgram) -> bool:
@@ -112,20 +148,20 @@ def _has_vmap(program: ExportedProgram) -> bool:
     return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
 
 
-def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """Write one call to ``path``; returns what was exported, and notes for the user."""
+def _export(call: ModelCall, path: Path, apart: Iterable[str] = ()) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Write one call to ``path``, without the values of tensors ``apart``; returns the program, and notes."""
     if is_compiled(call.module):
         raise UnsupportedModelError(
             f"{call.name} was returned by torch.compile, whose kernels cannot be given to another process: compile "
             "the plain module, or name it package.module:callable"
         )
 
-    with borrowed(call.module):
+    with borrowed(call.module) as originals:
         module = as_module(call.module)
         # A function's own tensors stay where they are, and so do its arguments.
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
-        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, buffers_are_kept=True))
+        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, originals))
         # The hook is removed when the module is given back.
         module.register_forward_hook(results_by_name)
         with exporting(call.name, "torch.export"), padded_sequences():
@@ -133,5 +169,8 @@ def _export(call: ModelCall, path: Path) -> tuple[ExportedProgram, tuple[str, ..
             if _has_vmap(program):
                 # Older torch (2.11) writes no file with such calls.
                 program = program.run_decompositions({})
+            state = dict(program.state_dict)
+            program.state_dict.update({name: _without_values(state[name]) for name in state.keys() & {*apart}})
             torch.export.save(program, path)
+            program.state_dict.update(state)
     return program, (*placed.notes, *missing)

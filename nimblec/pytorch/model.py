@@ -26,9 +26,9 @@ class TorchModel:
     ``inputs`` are the tensors among the arguments, by name; a run reads their current contents.
     ``output_names`` name the outputs in order if the model's result does not; ``nest`` restores the
     structure of the original result. ``is_flat`` marks a ``module`` that is a graph of pure ATen calls
-    on tensors alone, with values inferred, as the optimiser takes it. ``written_elsewhere`` are storages
-    that other entries write. ``cropped`` are the indices of outputs whose sizes depend on values; the sizes follow the
-    outputs, in the same order.
+    on tensors alone, with values inferred, as the optimiser takes it. ``writes`` names the parameters and buffers that
+    its runs write, where that is known without a trace, ``written_elsewhere`` are storages that other entries write.
+    ``cropped`` are the indices of outputs whose sizes depend on values; the sizes follow them, in the same order.
     """
 
     module: Any
@@ -39,6 +39,7 @@ class TorchModel:
     nest: Callable[[Sequence[torch.Tensor]], Any] | None = None
     is_flat: bool = False
     notes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     written_elsewhere: frozenset[int] = frozenset()
     cropped: tuple[int, ...] = ()
 

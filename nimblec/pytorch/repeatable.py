@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from nimblec.base.difference import Difference, difference
 from nimblec.base.errors import UnsupportedModelError, user_code
+from nimblec.pytorch.borrowed import Originals
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.outputs import name_outputs
 
@@ -42,12 +43,12 @@ def refuse_differing(
             )
 
 
-def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bool) -> Any:
-    """Return the model's result; two runs must agree, from the same buffers and parameters if a plan keeps those.
+def run_twice(name: str, model: TorchModel, remedy: str, originals: Originals | None = None) -> Any:
+    """Return the model's result; two runs must agree, from the same buffers and parameters if ``originals`` are given.
 
     Raises TraceError if the model cannot be run, UnsupportedModelError if the runs differ.
     """
-    state = [*_state(model.module)] if buffers_are_kept else []
+    state = [] if originals is None else [*_state(model.module, originals)]
 
     def run() -> Any:
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (model.args, model.kwargs))
@@ -63,13 +64,13 @@ def run_twice(name: str, model: TorchModel, remedy: str, *, buffers_are_kept: bo
     return first
 
 
-def _state(module: Any) -> Iterator[Callable[[], object]]:
-    """Yield functions that restore the registered tensors of a module, and their values."""
+def _state(module: Any, originals: Originals) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the registered tensors of a borrowed module, and their values."""
     if isinstance(module, torch.nn.Module):
         for part in module.modules():
             yield partial(part._buffers.update, dict(part._buffers))
-        for tensor in (*module.parameters(), *module.buffers()):
-            yield partial(tensor.copy_, tensor.detach().clone())
+    for tensor, values in originals:
+        yield partial(tensor.copy_, values)
 
 
 def compared(expected: Tensor, found: Tensor) -> Difference:

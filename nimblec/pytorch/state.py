@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,17 +167,24 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, tensor
 
 
-def share(modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[tuple[str, int]]]) -> None:
-    """Make modules share tensors: names with the same number, as ``shared`` gives them by entry, become one tensor."""
-    first: dict[int, torch.Tensor] = {}
+def share(
+    modules: Mapping[str, torch.nn.Module], shared: Mapping[str, Sequence[tuple[str, int]]], file: Path, device: str
+) -> None:
+    """Give modules the tensors of a list in a file, on a device.
+
+    ``shared`` names them by entry, each with its place in the list; those of one place become one tensor.
+    """
+    tensors = torch.load(file, map_location=device, mmap=True, weights_only=True)
+    found: dict[int, torch.Tensor] = {}
     for entry, names in shared.items():
         for name, number in names:
             path, _, last = name.rpartition(".")
             holder = modules[entry].get_submodule(path)
             kind = holder._parameters if last in holder._parameters else holder._buffers
-            tensor = kind[last]
-            assert tensor is not None
-            kind[last] = first.setdefault(number, tensor)  # type: ignore[assignment]
+            before, tensor = kind[last], tensors[number]
+            if isinstance(before, torch.nn.Parameter):
+                tensor = torch.nn.Parameter(tensor, before.requires_grad)
+            kind[last] = found.setdefault(number, tensor)  # type: ignore[assignment]
 
 
 def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:

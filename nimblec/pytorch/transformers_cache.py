@@ -9,7 +9,10 @@ from transformers.cache_utils import Cache
 
 
 class Cached(nn.Module):
-    """A causal language model with a cache of ``length`` positions for each of ``batch`` sequences, in buffers."""
+    """A causal language model with a cache of ``length`` positions for each of ``batch`` sequences.
+
+    ``caches`` names the buffers that hold it.
+    """
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
         super().__init__()
@@ -19,10 +22,10 @@ class Cached(nn.Module):
         config = model.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for layer in range(config.num_hidden_layers):
-            for name in ("key", "value"):
-                empty = torch.zeros(batch, heads, length, width, dtype=model.dtype, device=model.device)
-                self.register_buffer(f"{name}_{layer}", empty)
+        self.caches = [f"{name}_{layer}" for layer in range(config.num_hidden_layers) for name in ("key", "value")]
+        for name in self.caches:
+            empty = torch.zeros(batch, heads, length, width, dtype=model.dtype, device=model.device)
+            self.register_buffer(name, empty)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the logits (batch x steps x vocabulary) of tokens at their positions (both batch x steps)."""

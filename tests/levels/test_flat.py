@@ -12,6 +12,8 @@ from torch import nn
 from nimblec.base.errors import TraceError
 from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.pytorch import flat
+from nimblec.pytorch.aten_graph import record_exported
 from nimblec.pytorch.flat import flattened, written_storages
 from nimblec.pytorch.model import TorchModel, place
 
@@ -53,10 +55,41 @@ def run(model: TorchModel) -> dict[str, Any]:
 
 def test_a_flat_model_returns_the_same_in_the_same_structure(model: TorchModel) -> None:
     expected = run(model)
-    flat = flattened(model)
-    assert flat.is_flat
-    torch.testing.assert_close(run(flat), expected)
-    assert flattened(flat) is flat
+    found = flattened(model)
+    assert found.is_flat
+    torch.testing.assert_close(run(found), expected)
+    assert flattened(found) is found
+
+
+@pytest.mark.parametrize("entry", ["add", "nested"])
+def test_exported_module_is_recorded_without_another_export(
+    entry: str, model: TorchModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding = place(entry_models.Counter(), (torch.ones(4),), device="cpu")
+    plain = model if entry == "nested" else replace(adding, writes=("total",))
+    exported = replace(
+        plain, module=torch.export.export(plain.module, plain.args, plain.kwargs).module(check_guards=False)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(flat, "record_exported", lambda *_, **__: None)
+        expected = flattened(exported)
+    monkeypatch.delattr(torch.export, "export")
+    found = flattened(exported)
+    assert str(found.module.graph) == str(expected.module.graph)
+    torch.testing.assert_close(run(found), run(expected))
+
+
+def test_exported_module_that_writes_slices_is_exported_again() -> None:
+    class Sliced(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            y[:, 0] += 1
+            return y
+
+    x = torch.randn(3, 4)
+    exported = place(torch.export.export(Sliced(), (x,)).module(check_guards=False), (x,), device="cpu")
+    assert record_exported(exported.module, (x,), (), device="cpu") is None
+    torch.testing.assert_close(run(flattened(exported)), Sliced()(x))
 
 
 def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> None:
