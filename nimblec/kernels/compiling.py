@@ -139,8 +139,9 @@ def compile_all(jobs: Sequence[Job], *, gpu: GPU) -> None:
 
     Raises CompileError where one fails.
     """
-    compiler().begin(jobs, gpu=gpu)
-    compiler().finish(jobs, gpu=gpu)
+    started = compiler()
+    started.begin(jobs, gpu=gpu)
+    started.finish(jobs, gpu=gpu)
 
 
 def compile_job(job: Job, *, architecture: int) -> Any:

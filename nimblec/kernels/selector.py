@@ -88,7 +88,7 @@ class Family(Generic[Request, Tiling]):
             return ()
         from nimblec.kernels.timing import GraphTimer, WeightPool
 
-        timer = GraphTimer(gpu)
+        timer, started = GraphTimer(gpu), compiler()
         selector = Selector(
             self,
             gpu,
@@ -98,8 +98,8 @@ class Family(Generic[Request, Tiling]):
             screen=timer.screen(),
             times=times,
             fingerprint=timing_fingerprint(self.templates),
-            compile_jobs=partial(compiler().begin, gpu=gpu),
-            finish_jobs=partial(compiler().finish, gpu=gpu),
+            compile_jobs=partial(started.begin, gpu=gpu),
+            finish_jobs=partial(started.finish, gpu=gpu),
             preferred=preferred,
         )
         selector.prepare(found)

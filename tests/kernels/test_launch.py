@@ -36,7 +36,7 @@ from nimblec.kernels.products.trained_op import (
 )
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.cached_op import cached_attention
-from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, layer_norm_and_fp8
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.optimize.o2 import FAMILIES
 
@@ -115,6 +115,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "lstm layer": (lstm_layer, (_half(5, 3, 512), _half(2, 256, 64), STATE, STATE, [4, 3, 2]), {}),
     "gru layer": (gru_layer, (_half(5, 3, 384), _half(2, 192, 64), _half(2, 64), None, [4, 3, 2]), {}),
     "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
+    "norm and e4m3": (
+        layer_norm_and_fp8,
+        (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late", _half(1, dtype=torch.float32)),
+        {},
+    ),
     "sum and norm": (add_layer_norm, (ROWS, ROWS, VECTOR, VECTOR, 1e-5, True, torch.float32, [1, 1], "late"), {}),
 }
 
