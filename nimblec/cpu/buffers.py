@@ -1,5 +1,6 @@
 """The buffers of a graph under construction, by the values that they hold."""
 
+import hashlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,7 +8,6 @@ from onnx import TensorProto
 
 from nimblec.base.ir import Access, Buffer, BufferKind
 from nimblec.cpu.constants import TensorType, type_of
-from nimblert.plan.container import sha256
 
 
 class Buffers:
@@ -66,7 +66,7 @@ class Buffers:
     def _add_constant(self, tensor: TensorProto) -> int:
         """Return the buffer with the bytes of a constant, which all equal ones share."""
         data = self._arrays[tensor.name].reshape(-1).view(np.uint8).data.toreadonly()
-        digest = sha256(data)
+        digest = hashlib.sha256(data).digest()
         if digest not in self._constant_of:
             self._constant_of[digest] = self.add(BufferKind.CONSTANT, tensor.name, type_of(tensor), data)
         return self._constant_of[digest]

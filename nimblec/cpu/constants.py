@@ -21,7 +21,6 @@ from nimblec.onnx_import.external_data import external_tensors, read_tensor
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check.onnx_rules import EXTERNAL_FILE
 from nimblert.plan import ITEM_NBYTES
-from nimblert.plan.container import Mapped
 
 _EMBEDDED_NBYTES = 64
 _EMBEDDED_INTEGER_NBYTES = 1024
@@ -95,7 +94,7 @@ def read_arrays(model: ModelProto, folder: Path) -> dict[str, np.ndarray]:
 
 def _map(path: Path) -> memoryview:
     with path.open("rb") as file:
-        return memoryview(Mapped(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _mapped(tensor: TensorProto, image: memoryview, offset: int) -> np.ndarray:

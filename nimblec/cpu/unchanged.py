@@ -10,7 +10,6 @@ from nimblec.cpu.optimizer import OptimizedModel
 from nimblec.onnx_import import model_file, model_nodes
 from nimblec.onnx_import.external_data import read_bytes
 from nimblert.arrays.layouts import numpy_dtype
-from nimblert.plan.container import drop_pages
 
 
 def unchanged(model: ModelProto, folder: Path, optimized: OptimizedModel) -> frozenset[str]:
@@ -38,9 +37,7 @@ def _equal(tensor: TensorProto, folder: Path, array: np.ndarray) -> bool:
         original = np.frombuffer(read_bytes(tensor, folder), np.uint8)
     else:
         original = _bytes(numpy_helper.to_array(tensor))
-    is_equal = np.array_equal(original, _bytes(array))
-    drop_pages(array.data)
-    return is_equal
+    return np.array_equal(original, _bytes(array))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from nimblec.plan.refit_programs import refits
 from nimblec.schedule.lifetimes import used_buffers
 from nimblec.schedule.memory import WEIGHT_ALIGNMENT
 from nimblert.plan import Device, Kernel, Module, Plan, Program, Target, Weight
-from nimblert.plan.container import sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class _Modules:
         """Return the number of each of these modules."""
         numbers = []
         for module in modules:
-            number = self._known.setdefault((module.origin, sha256(module.code)), len(self.items))
+            number = self._known.setdefault((module.origin, sha256(module.code).digest()), len(self.items))
             if number == len(self.items):
                 self.items.append(module)
             numbers.append(number)
@@ -191,7 +191,7 @@ class _Room:
         self._kind = kind
         self.nbytes = 0
         self._offsets: dict[Hashable, int] = {}
-        self._first: dict[Hashable, memoryview] = {}
+        self._first: dict[Hashable, memoryview | bytes] = {}
         self._digests: dict[Hashable, bytes] = {}
 
     def place(self, buffer: Buffer) -> int:
@@ -206,7 +206,7 @@ class _Room:
     def _key(self, buffer: Buffer) -> Hashable:
         if self._kind is BufferKind.STATE:
             return buffer.storage or object()
-        data = memoryview(b"") if buffer.data is None else buffer.data
+        data = b"" if buffer.data is None else buffer.data
         apart = buffer.name if buffer.is_replaceable else None
         # Gigabytes are hashed only where a few of their bytes are equal: each schedule that is timed is assembled.
         values = np.frombuffer(data, np.uint8)
@@ -216,6 +216,6 @@ class _Room:
         if first is data:
             return likeness
         if likeness not in self._digests:
-            self._digests[likeness] = sha256(first)
-        digest = sha256(data)
+            self._digests[likeness] = sha256(first).digest()
+        digest = sha256(data).digest()
         return likeness if digest == self._digests[likeness] else (likeness, digest)

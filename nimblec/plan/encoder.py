@@ -17,7 +17,7 @@ from flatbuffers.builder import Builder, BuilderSizeError
 from nimblert.check import verify
 from nimblert.errors import PlanFormatError
 from nimblert.plan import Module, Part, Plan, Target, Weight, schema
-from nimblert.plan.container import digests, drop_pages
+from nimblert.plan.container import digests
 from nimblert.plan.files import replacing
 from nimblert.plan.records import DEFAULT_LIMITS
 from nimblert.plan.schema import ALIGNMENT, ENUMS, NUMBERS, STRUCTS, TABLES, TRAILER, Compression, Field, Segment
@@ -128,7 +128,6 @@ def _stream(encoded: Encoded, file: BinaryIO) -> None:
         content = data.cast("B") if data.nbytes else memoryview(b"")
         for start in range(0, len(content), _CHUNK_NBYTES):
             put(content[start : start + _CHUNK_NBYTES])
-            drop_pages(content)
     trailer = TRAILER.pack(schema.MAGIC, len(encoded.flatbuffer), position + TRAILER.size, b"")
     put(trailer[: -schema.DIGEST_NBYTES])
     file.write(sha256.digest())

@@ -118,29 +118,6 @@ def test_four_loads_take_the_memory_of_one(tmp_path: Path) -> None:
         executable.close()
 
 
-LOADED = """
-import sys, numpy as np, nimblert, onnxruntime
-def peak_nbytes():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-before = peak_nbytes()
-with nimblert.load(sys.argv[1]) as model:
-    model(np.ones((1, 4096), np.float32))
-print(peak_nbytes() - before)
-"""
-
-
-def test_load_peaks_at_the_packed_weights(tmp_path: Path) -> None:
-    """Neither the digest of a large file nor the packing of its weights keeps the file's pages in memory."""
-    weights = np.ones((4096, 12288), np.float32)
-    x, y = floats("x", 1, len(weights)), floats("y", 1, weights.shape[1])
-    write_model(
-        tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], [x], [y], constants={"w": weights}
-    )
-    encoder.write(plan_file(tmp_path / "m.onnx"), tmp_path / "m.plan")
-    nbytes = weights.nbytes
-    assert nbytes < int(python(LOADED, tmp_path / "m.plan")) < 1.6 * nbytes
-
-
 FORKED = """
 import os, sys, numpy as np, nimblert
 x = np.ones((4, 512), np.float32)

@@ -1,6 +1,6 @@
 """Host memory of a program: one aligned allocation for each region; weights stay in the mapped file."""
 
-import threading
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,19 +14,13 @@ from nimblert.arrays import layouts
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.errors import DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Plan, Pointer, Program, Region, Tensor, Weight
-from nimblert.plan.container import mapped_file
+from nimblert.plan.container import Mapped
 
 ALIGNMENT = 256
 """Bytes; a plan aligns its tensors no further."""
 
 _READ_ALIGNMENT = 64
 """The alignment for vector instructions: weights with it are used in the mapped file, others are copied."""
-
-_LARGE_NBYTES = 64 << 20
-"""A mapped file from this size on has its pages dropped while sessions open."""
-
-_PERIOD_S = 0.005
-"""Seconds between two drops: ONNX Runtime packs about a gigabyte per second."""
 
 
 class HostWeights:
@@ -35,7 +29,7 @@ class HostWeights:
     def __init__(self, plan: Plan) -> None:
         self._offsets = [weight.offset for weight in plan.weights]
         self._weights = [_in_place(weight) for weight in plan.weights]
-        self._mapped = {mapped for weight in plan.weights if (mapped := mapped_file(weight.data))}
+        self._mapped = {weight.data.obj for weight in plan.weights if isinstance(weight.data.obj, Mapped)}
 
     @contextmanager
     def rewritten(self, offsets: Iterable[int]) -> Iterator["HostWeights"]:
@@ -49,30 +43,10 @@ class HostWeights:
         for index in rewritten:
             made._weights[index].flags.writeable = False  # noqa: SLF001
 
-    @contextmanager
-    def packing(self) -> Iterator[None]:
-        """Drop the pages of the file that the block reads; runs get those that they need back from the page cache.
-
-        A session may pack all weights in one call, so a thread drops those of large files meanwhile.
-        """
-        ended = threading.Event()
-        thread = threading.Thread(target=self._drop_pages, args=(ended,), name="nimblert-pages", daemon=True)
-        is_large = any(len(mapped) >= _LARGE_NBYTES for mapped in self._mapped)
-        try:
-            if is_large:
-                thread.start()
-            yield
-        finally:
-            ended.set()
-            if is_large:
-                thread.join()
-            for mapped in self._mapped:
-                mapped.drop_pages()
-
-    def _drop_pages(self, ended: threading.Event) -> None:
-        while not ended.wait(_PERIOD_S):
-            for mapped in self._mapped:
-                mapped.drop_pages()
+    def let_go(self) -> None:
+        """Drop the pages of the file that were read; runs get those that they need back from the page cache."""
+        for mapped in self._mapped:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def same(self, other: "HostWeights", offset: int) -> bool:
         """Return whether both have the byte at ``offset`` in the same memory."""

@@ -283,7 +283,6 @@ class SessionCache:
     def __enter__(self) -> Self:
         if not self._entered:
             self._folder = self._resources.enter_context(initializer_folder())
-            self._resources.enter_context(self._weights.packing())
         self._entered += 1
         return self
 
@@ -293,6 +292,7 @@ class SessionCache:
         self._entered -= 1
         if not self._entered:
             self._resources.close()
+            self._weights.let_go()
 
     def streams_by_thread(self, program: Program) -> list[range]:
         """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""

@@ -5,12 +5,11 @@ import mmap
 import os
 import stat
 import weakref
-from functools import partial
 from io import BufferedReader
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 from nimblert.errors import InputError, PlanError, PlanFormatError
-from nimblert.plan import Plan, Target
+from nimblert.plan import Plan
 from nimblert.plan.decoder import decode, file_nbytes
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 from nimblert.plan.schema import DIGEST_NBYTES, IDENTIFIER, MAGIC, TRAILER
@@ -81,25 +80,7 @@ def _copied(view: memoryview) -> memoryview:
 
 
 class Mapped(mmap.mmap):
-    """A mapped file, read-only: its pages can be dropped, and are read again on access."""
-
-    def drop_pages(self) -> None:
-        """Drop all pages from the memory of this process; the page cache keeps them."""
-        self.madvise(mmap.MADV_DONTNEED)
-
-
-def mapped_file(content: memoryview) -> Mapped | None:
-    """Return the map of the file that bytes, or those of an array, are a part of."""
-    owner: object = content
-    while isinstance(owner, memoryview) or hasattr(owner, "base"):
-        owner = owner.obj if isinstance(owner, memoryview) else owner.base
-    return owner if isinstance(owner, Mapped) else None
-
-
-def drop_pages(content: memoryview) -> None:
-    """Drop the pages of the mapped file that some bytes are a part of."""
-    if mapped := mapped_file(content):
-        mapped.drop_pages()
+    """A mapped plan file, read-only: its pages can be dropped, and are read again on access."""
 
 
 _mapped_files: weakref.WeakValueDictionary[tuple[int, ...], Mapped] = weakref.WeakValueDictionary()
@@ -161,19 +142,11 @@ def digest(image: memoryview) -> bytes:
 
     hashlib releases the GIL, so this can run in a thread while another decodes the plan.
     """
-    return sha256(image[:-DIGEST_NBYTES])
-
-
-def sha256(content: memoryview, *, keeps_pages: bool = False) -> bytes:
-    """Return the SHA-256 of some bytes. Only with ``keeps_pages`` do those of a mapped file stay in memory."""
-    # An empty memoryview of several dimensions cannot be cast.
-    content = content.cast("B") if content.nbytes else memoryview(b"")
-    found = hashlib.sha256()
-    for start in range(0, content.nbytes, _CHUNK_NBYTES):
-        found.update(content[start : start + _CHUNK_NBYTES])
-        if not keeps_pages:
-            drop_pages(content)
-    return found.digest()
+    sha256 = hashlib.sha256()
+    content = image[:-DIGEST_NBYTES]
+    for start in range(0, len(content), _CHUNK_NBYTES):
+        sha256.update(content[start : start + _CHUNK_NBYTES])
+    return sha256.digest()
 
 
 def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
@@ -184,13 +157,15 @@ def digests(flatbuffer: memoryview, plan: Plan) -> bytes:
     # CPU plans load without this import where they are small.
     from concurrent.futures import ThreadPoolExecutor
 
+    def hashed(content: memoryview) -> bytes:
+        # An empty memoryview of several dimensions cannot be cast.
+        return hashlib.sha256(content.cast("B") if content.nbytes else b"").digest()
+
     own = plan.digests[:DIGEST_NBYTES]
     contents = [memoryview(bytes(flatbuffer).replace(own, bytes(len(own)), 1)) if own else flatbuffer]
     contents += [module.code for module in plan.modules]
     contents += [weight.data for weight in (*plan.weights, *plan.state)]
     contents += [part.file for part in plan.parts]
-    # The upload to a GPU reads the same pages.
-    hashed = partial(sha256, keeps_pages=plan.target is Target.CUDA)
     with ThreadPoolExecutor() as pool:
         return b"".join(pool.map(hashed, contents))
 

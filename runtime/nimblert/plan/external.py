@@ -1,5 +1,6 @@
 """Read the weights that a stripped plan does not hold from a safetensors file, and check them by their digests."""
 
+import hashlib
 import json
 import struct
 from dataclasses import replace
@@ -7,7 +8,7 @@ from os import PathLike, fsdecode
 
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Weight
-from nimblert.plan.container import read_file, sha256
+from nimblert.plan.container import read_file
 
 DTYPES = {
     "BOOL": "bool",
@@ -68,7 +69,7 @@ def _filled(tensor: Weight, name: str, data: memoryview | None, path: str) -> We
         return tensor
     if data is None:
         raise InputError(f"{path}: has no tensor {name!r}: these are the weights of another plan")
-    if sha256(data) != tensor.sha256:
+    if hashlib.sha256(data).digest() != tensor.sha256:
         raise InputError(f"{path}: tensor {name!r} is not that of the plan (SHA-256 differs): it is another plan's")
     return replace(tensor, data=data, sha256=b"")
 
