@@ -40,7 +40,8 @@ def scaled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
     )
 
 
-@op("Attention", since=23)
+@op("Attention", since=23, inputs=6)
+@op("Attention", since=24)
 def attention(
     q: Tensor,
     k: Tensor,

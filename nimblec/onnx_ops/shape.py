@@ -182,7 +182,8 @@ def pad_attributes(data: Tensor, *, mode: str = "constant", pads: Ints, value: f
     return pad_all(data, pads, value, mode)
 
 
-@op("Pad", since=11)
+@op("Pad", since=11, inputs=3)
+@op("Pad", since=18)
 @bitwise
 def pad(
     data: Tensor,

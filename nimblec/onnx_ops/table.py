@@ -108,13 +108,16 @@ _ROWS: dict[tuple[str, str], list[Operator]] = {}
 Function = typing.TypeVar("Function", bound=Callable[..., Any])
 
 
-def op(*names: str, since: int = 1, domain: str = "") -> Callable[[Function], Function]:
-    """Enter the decorated function into the table, for each of ``names``."""
+def op(
+    *names: str, since: int = 1, domain: str = "", inputs: int | None = None
+) -> Callable[[Function], Function]:
+    """Enter the decorated function into the table, for each of ``names``; with ``inputs``, only the first so many."""
 
     def enter(function: Function) -> Function:
         for name in names:
             rows = _ROWS.setdefault((domain, name), [])
-            rows.append(_operator(function, domain, name, since))
+            row = _operator(function, domain, name, since)
+            rows.append(dataclasses.replace(row, inputs=row.inputs[:inputs]))
             rows.sort(key=lambda row: row.since)
         return function
 
