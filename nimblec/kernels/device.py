@@ -59,6 +59,13 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def part_ptrs(total, partials_ptr, tile, SPLIT_K: tl.constexpr):
+    """Return where the first part of a tile's sum lies, shaped as ``total``; the others follow it without gaps."""
+    within = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
+    return partials_ptr + tile * (SPLIT_K * total.shape[0] * total.shape[1]) + within
+
+
+@triton.jit
 def leave_part(total, partial_ptrs, part, counter_ptr, SPLIT_K: tl.constexpr):
     """Store this block's part of the sum of a tile; return whether it is the last of the ``SPLIT_K`` parts."""
     tl.store(partial_ptrs + part * (total.shape[0] * total.shape[1]), total, cache_modifier=".cg")

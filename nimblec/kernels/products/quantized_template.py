@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import add_parts, fetch_into_l2, leave_part
+from nimblec.kernels.device import add_parts, fetch_into_l2, leave_part, part_ptrs
 
 EXACT = tl.constexpr(12582912.0)
 """1.5 * 2**23: numbers of this size are whole, so adding it rounds a small number, to even."""
@@ -134,8 +134,7 @@ def quantized_convolution(
     is_last = True
     if SPLIT_K > 1:
         tile = tile_n * TILES_M + tile_m
-        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptrs = partials_ptr + tile * (SPLIT_K * BLOCK_M * BLOCK_N) + within
+        partial_ptrs = part_ptrs(total, partials_ptr, tile, SPLIT_K)
         is_last = leave_part(total, partial_ptrs, part, counters_ptr + tile, SPLIT_K)
     if is_last:
         if SPLIT_K > 1:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nimblec.kernels.device import leave_part, part_ptrs
+
 
 @triton.jit
 def images(
@@ -391,15 +393,11 @@ def store_sum(
     if SPLIT_K == 1:
         tl.store(out_ptrs, (total + bias).to(out_ptrs.dtype.element_ty), mask=exists)
     else:
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        partial_ptrs = partials_ptr + tile * (SPLIT_K * SIZE) + within
-        tl.store(partial_ptrs + part * SIZE, total, cache_modifier=".cg")
-        tl.debug_barrier()  # all threads' stores come before the one thread's release
-        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
+        partial_ptrs = part_ptrs(total, partials_ptr, tile, SPLIT_K)
+        if leave_part(total, partial_ptrs, part, counters_ptr + tile, SPLIT_K):
             tl.store(counters_ptr + tile, 0)
             total = tl.load(partial_ptrs, cache_modifier=".cg")
+            # There may be too many parts to unroll them all.
             for other in tl.range(1, SPLIT_K, loop_unroll_factor=4):
-                total += tl.load(partial_ptrs + other * SIZE, cache_modifier=".cg")
+                total += tl.load(partial_ptrs + other * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             tl.store(out_ptrs, (total + bias).to(out_ptrs.dtype.element_ty), mask=exists)
