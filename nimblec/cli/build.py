@@ -277,13 +277,18 @@ def _read_lock(lock: Path) -> dict[str, Any]:
         return {}
     try:
         match json.loads(lock.read_text()):
-            case {"plans": dict(known)}:
-                kinds = {"output": str, "sha256": str, "inputs": dict, "key": str}
-                if all(isinstance(record.get(key), kind) for record in known.values() for key, kind in kinds.items()):
-                    return known
-    except (ValueError, RecursionError, AttributeError):
+            case {"plans": dict(known)} if all(map(_is_record, known.values())):
+                return known
+    except (ValueError, RecursionError):
         pass
     raise InputError(f"{lock}: is not a record of builds: remove it, or rename the build file")
+
+
+def _is_record(record: Any) -> bool:
+    match record:
+        case {"output": str(), "sha256": str(), "inputs": dict(), "key": str()}:
+            return True
+    return False
 
 
 def _cold_start(plan: Path) -> float:

@@ -115,10 +115,7 @@ def diff_plans(
     if as_json:
         echo_json(_facts(found, failed))
         console.file = StringIO()
-    groups = groupby(found.changes, key=lambda change: change.section)
-    differences = ", ".join(f"{len([*changes])} in {section}" for section, changes in groups)
-    said = f"differ: {differences}" if found.changes else "are equal"
-    console.print(f"{before} and {after} {said}", soft_wrap=True)
+    console.print(_summary(before, after, found), soft_wrap=True)
     for section, changes in groupby(found.changes, key=lambda change: change.section):
         console.print(_table(section, list(changes)))
     for sentence in (*found.not_compared * bool(found.changes), *(f"failed: {reason}" for reason in failed)):
@@ -135,6 +132,13 @@ def _facts(found: PlanDifference, failed: list[str]) -> dict[str, object]:
         if change["largest"] is not None and not isfinite(change["largest"]):
             change["largest"] = "infinite"
     return {"equal": not found.changes, **facts, "failed": failed}
+
+
+def _summary(before: Path, after: Path, found: PlanDifference) -> str:
+    if not found.changes:
+        return f"{before} and {after} are equal"
+    groups = groupby(found.changes, key=lambda change: change.section)
+    return f"{before} and {after} differ: " + ", ".join(f"{len([*of])} in {section}" for section, of in groups)
 
 
 def _table(section: Section, changes: list[Change]) -> Table:

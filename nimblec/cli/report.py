@@ -99,11 +99,7 @@ def inspected(facts: Json) -> list[Table]:
         *_profiles(facts),
         _sizes(facts),
         _origin(facts),
-        *(
-            made(program)
-            for program in facts["programs"]
-            for made in ((_commands, _schedule, _candidates) if program["schedule"] else (_commands,))
-        ),
+        *(made for program in facts["programs"] for made in _program(program)),
         _modules(facts),
         _kernels(facts),
         _memory_map(facts),
@@ -151,6 +147,11 @@ def _sizes(facts: Json) -> Table:
     for key, value in size.items():
         made.add_row(key, f"{value:,}", nbytes_text(value))
     return made
+
+
+def _program(program: Json) -> list[Table]:
+    made = [_commands(program)]
+    return [*made, _schedule(program), _candidates(program)] if program["schedule"] else made
 
 
 def _tensors(program: Json) -> Table:

@@ -100,10 +100,7 @@ class _Model:
     """The nodes by their source in a plan, and the values computed from a value."""
 
     def __init__(self, target: Target, nodes: Sequence[Node], values: Mapping[str, np.ndarray]) -> None:
-        sources = [(node.description, node) for node in nodes]
-        if target is Target.CPU:
-            # A node that ONNX Runtime lays out in blocks loses its name, and its values get this ending.
-            sources = [(s, node) for node in nodes for s in (node.name, *(f"{name}_nchwc" for name in node.makes))]
+        sources = [(source, node) for node in nodes for source in _sources(target, node)]
         times = Counter(source for source, _ in sources)
         self.by_source = {source: node for source, node in sources if times[source] == 1}
         self._values = values
@@ -131,6 +128,14 @@ class _Model:
                         seen.add(made)
                         waiting.append(made)
                         yield made
+
+
+def _sources(target: Target, node: Node) -> tuple[str, ...]:
+    """Return the sources that a plan gives the commands of a node."""
+    if target is Target.CUDA:
+        return (node.description,)
+    # A node that ONNX Runtime lays out in blocks loses its name, and its values get this ending.
+    return (node.name, *(f"{name}_nchwc" for name in node.makes))
 
 
 class _Held:

@@ -309,11 +309,9 @@ def _weights(
         types = [shape_text(weight.dtype, weight.shape) if weight else None for weight in (a, b)]
         largest, note = None, ""
         if a and b and types[0] == types[1]:
-            is_stripped = bool(a.sha256 or b.sha256)
-            digests = [weight.sha256 or sha256(weight.data).digest() for weight in (a, b) if is_stripped]
-            if digests[0] == digests[1] if is_stripped else _same_bytes(a.data, b.data):
+            if _same_contents(a, b):
                 continue
-            if is_stripped:
+            if a.sha256 or b.sha256:
                 note = "other values, which a stripped plan does not hold"
             else:
                 largest = _largest_difference(a, b)
@@ -346,6 +344,13 @@ def _by_name(weights: Sequence[Weight]) -> dict[tuple[str, int], Weight]:
         found[weight.name, seen[weight.name]] = weight
         seen[weight.name] += 1
     return found
+
+
+def _same_contents(before: Weight, after: Weight) -> bool:
+    if before.sha256 or after.sha256:
+        old, new = (weight.sha256 or sha256(weight.data).digest() for weight in (before, after))
+        return old == new
+    return _same_bytes(before.data, after.data)
 
 
 def _same_bytes(before: memoryview, after: memoryview) -> bool:

@@ -70,9 +70,11 @@ class CudaError(NimbleError):
         super().__init__(api, result)  # so that a pickle of it can be read
 
     def __str__(self) -> str:
-        next_step = "; this process can no longer use CUDA: load the plan in a new one" if self.is_final else ""
+        next_step = ""
         if self.result == "CUDA_ERROR_OUT_OF_MEMORY":
             next_step = "; the GPU has not enough free memory: close other plans and processes that use it"
+        elif self.is_final:
+            next_step = "; this process can no longer use CUDA: load the plan in a new one"
         return f"{self.api}: {self.result}{next_step}"
 
     @property

@@ -87,8 +87,7 @@ class Sizes:
     """The sizes that the programs of an entry serve; the plan must be valid."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
-        sizes = {program.name: [size for _, size in program.profile] for program in programs}
-        self._programs = sorted(programs, key=lambda program: (prod(sizes[program.name]), *sizes[program.name]))
+        self._programs = sorted(programs, key=_volume)
         self._axes = Axes(programs)
         self.serve = lru_cache(_KEPT)(self._serve)
         """The runs of a call with inputs of these shapes; None where there are none."""
@@ -151,6 +150,10 @@ class Sizes:
 def _indices(split: Sequence[Sequence[bool]], taken: slice) -> list[Index]:
     """Return for each tensor an index of the elements ``taken`` along split axes, and of all along the others."""
     return [tuple([taken if is_split else _WHOLE for is_split in axes]) for axes in split]
+
+
+def _volume(program: Program) -> tuple[int, ...]:
+    return prod(size for _, size in program.profile), *(size for _, size in program.profile)
 
 
 _SHOWN = 8

@@ -54,8 +54,9 @@ def fields_by_tag(*records: type) -> Fields:
     found: dict[type, dict[int, Field]] = {record: {} for record in records}
     for record in records:
         for each in dataclasses.fields(record):
-            number, kind, *rest = each.metadata.values()
-            made = Field(each.name, classes.get(kind, kind), *rest)
+            given = dict(each.metadata)
+            number, kind = given.pop("number"), given.pop("kind")
+            made = Field(name=each.name, kind=classes.get(kind, kind), **given)
             wire_type = _BYTES if made.packed else _WIRE_TYPES.get(made.kind, _BYTES)
             found[record][number << 3 | wire_type] = made
     return {record: dict(sorted(fields.items())) for record, fields in found.items()}
