@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.base.options import Options
@@ -122,7 +123,9 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _has_value_sizes(program: ExportedProgram) -> bool:
-    return any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
+    # The results of a while_loop have offsets of their own, which are no sizes.
+    values = chain.from_iterable(tree_leaves(node.meta.get("val")) for node in program.graph.nodes)
+    return any(free_unbacked_symbols(value.shape if isinstance(value, Tensor) else value) for value in values)
 
 
 def _each_size(source: Source, options: Options, folder: Path) -> tuple[Source, Options, tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """-O1: fewer kernels, the same results but for rounding, and what cannot be rewritten is compiled all the same."""
 
 import re
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +96,8 @@ def test_passes_are_noted_in_their_order(tmp_path: Path) -> None:
     options = Options(target="cuda", level=1, print_passes=True)
     made = compile_model("gpu_models:perceptron", options=options, output=tmp_path / "m", observer=lambda *_: None)
     noted = [found for note in made.notes if (found := re.fullmatch(r"(\w+): (\w+): (\d+) calls -> (\d+)", note))]
-    passes = [each.name for each in chain(*(p.passes for p in REWRITES.phases if p.when(Setting())), REGIONS.passes)]
+    phases = [phase for phase in (*REWRITES.phases, *REGIONS.phases) if phase.when(Setting())]
+    passes = [each.name for phase in phases for each in phase.passes]
     assert [found[2] for found in noted] == passes
     assert all(a[4] == b[3] for a, b in pairwise(noted))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from control_models import MODELS
 from torch import Tensor, nn
 
 import nimblec
@@ -109,6 +110,13 @@ def test_sizes_of_values_are_bounded_in_an_onnx_file(tmp_path: Path) -> None:
     values, sizes = model.module(x, least)
     assert sizes.tolist() == [2]
     assert values[:2].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loops_and_branches_stay_as_exported(name: str, tmp_path: Path) -> None:
+    module, args = MODELS[name]()
+    source, _, _ = hand_over(live(module.eval(), *args), Options(), tmp_path)
+    assert source.kind == "exported"
 
 
 @pytest.mark.parametrize("build", [Forgetful, WithLambda])

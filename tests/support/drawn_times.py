@@ -49,11 +49,11 @@ def begin(patched: "pytest.MonkeyPatch", process: str = "drawn_times") -> None:
 
 
 def _most_kernels(
-    model: "TorchModel", dtype: "torch.dtype | None", times: TimingCache, report: "Report | None"
+    model: "TorchModel", dtype: "torch.dtype | None", times: TimingCache, report: "Report | None", *, fp8: bool
 ) -> Iterator[Variant]:
     from nimblec.optimize import o2  # brings in the kernels
 
-    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times)), report)
+    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times), fp8=fp8), report)
     yield Variant(name=o2.TRITON_NORMS.name, make=partial(runs, *o2.TRITON_NORMS.pipelines))
 
 
