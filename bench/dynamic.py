@@ -7,7 +7,7 @@
 LSTMs of 1 and 2 layers (300 to 512, last state) and BERT-base read sentences of 8 to 64 words, a child-sum Tree-LSTM
 (300 to 150) binary trees of as many leaves; sizes are drawn, the same for every system. A figure is the median, over
 rounds, of the mean time of a call from numpy arrays to numpy arrays. Each system has a process of its own; they measure
-one at a time (bench/turns.py), on as many threads. On the GPU, nimblec compiles at -O1, the Tree-LSTM by levels, LSTMs
+one at a time (bench/turns.py), on as many threads. On the GPU, nimblec compiles at -O2, the Tree-LSTM by levels, LSTMs
 read 16, 32, 48 or 64 words, and torch.compile makes CUDA graphs, but for the Tree-LSTM's cell: a later call of it reads
 earlier results.
 """
@@ -135,7 +135,7 @@ def caller(network: str, system: str, threads: int, target: Target) -> Call:
         import nimblec
         import nimblert
 
-        given = _dynamic(network, target)
+        given = {"level": 2, **_dynamic(network, target)} if target == "cuda" else _dynamic(network, target)
         plan = nimblec.compile(module, example, target=target, plan_cache=None, streams=1, **given)
         executable = nimblert.load(plan, threads=threads if target == "cpu" else None)
         return lambda arrays: executable(*arrays)

@@ -68,9 +68,12 @@ def greedy(prompt: list[int], count: int, eos: int | None = None) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def compiled(model: nn.Module, **options: Any) -> Executable:
+def compiled(
+    model: nn.Module, *, target: Literal["cpu", "cuda"] = "cpu", level: int | None = None, **options: Any
+) -> Executable:
     entries = nimblec.generate(model, prompts=(4, 8), max_new_tokens=16, **options)
-    return nimblert.load(nimblec.compile(entries, target="cpu", plan_cache=None, reproducible=True))
+    how = {"target": target, "level": level, "reproducible": level != 2}
+    return nimblert.load(nimblec.compile(entries, plan_cache=None, **how))
 
 
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5])
@@ -141,8 +144,13 @@ def test_drawn_tokens_repeat_with_the_seed_and_follow_the_distribution() -> None
         assert (begin(executable), executable(np.array(12), entry="generate")[0].tolist()) != runs[0]
 
 
+@pytest.mark.parametrize(
+    ("target", "level"), [("cpu", None), *(pytest.param("cuda", level, marks=pytest.mark.gpu) for level in (1, 2))]
+)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_models_of_transformers_generate_what_the_library_does(kind: str) -> None:
+def test_models_of_transformers_generate_what_the_library_does(
+    kind: str, target: Literal["cpu", "cuda"], level: int | None
+) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "gpt2":
@@ -154,7 +162,7 @@ def test_models_of_transformers_generate_what_the_library_does(kind: str) -> Non
         model = transformers.LlamaForCausalLM(config).eval()
     prompt = torch.tensor([[5, 6, 7, 8, 9]])
     wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 5:]
-    with compiled(model, batch=1) as executable:
+    with compiled(model, batch=1, target=target, level=level) as executable:
         first = begin(executable, prompt.tolist())
         made, _ = executable(np.array(11), entry="generate")
     assert [*first, *made[0, :11].tolist()] == wanted.tolist()

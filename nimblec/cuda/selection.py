@@ -81,7 +81,10 @@ class Selector:
         if best is None:
             if level == 0 or dtype is not None:
                 raise next(iter(failures.values()))
-            best = self._record(as_it_runs(original))
+            try:
+                best = self._record(as_it_runs(original))
+            except TraceError:  # as where the model has loops
+                raise next(iter(failures.values())) from None
             self._reports.note([f"-O{level} is not possible for this model, which is compiled as by -O0"])
         self._reports.note(f"not possible for this model: {name}: {exc}" for name, exc in failures.items())
         if len(times) > 1:

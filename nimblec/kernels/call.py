@@ -55,7 +55,14 @@ class AsStored:
     shape: tuple[int, ...]
 
 
-Leaf = fx.Node | Made | AsStored
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AsBytes:
+    """A node that is timed as bytes: the kernel that computes it is to round it (`fp8_results.write_fp8`)."""
+
+    node: fx.Node
+
+
+Leaf = fx.Node | Made | AsStored | AsBytes
 """A placeholder for a tensor among the arguments of a `Call`."""
 
 
@@ -69,7 +76,7 @@ class Call:
 
     def arguments(self, value: Callable[[Leaf], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and named arguments, with ``value(leaf)`` for each leaf."""
-        args, kwargs = pytree.tree_map_only((fx.Node, Made, AsStored), value, (self.args, dict(self.kwargs)))
+        args, kwargs = pytree.tree_map_only((fx.Node, Made, AsStored, AsBytes), value, (self.args, dict(self.kwargs)))
         return args, kwargs
 
     def job(self) -> Job:
@@ -88,7 +95,7 @@ class Call:
                 return constant
             if isinstance(leaf, AsStored):
                 return as_stored(rewriter, leaf.node, list(leaf.shape), at=at)
-            return leaf
+            return leaf.node if isinstance(leaf, AsBytes) else leaf
 
         args, kwargs = self.arguments(value)
         return rewriter.call(self.op, *args, at=at, **kwargs)
@@ -145,11 +152,12 @@ def as_meta(leaf: Leaf) -> Tensor:
     """Return a meta tensor of its dtype, shape and strides."""
     if isinstance(leaf, Made):
         return leaf.meta
-    like = fake(leaf.node if isinstance(leaf, AsStored) else leaf)
+    like = fake(leaf if isinstance(leaf, fx.Node) else leaf.node)
     if isinstance(leaf, AsStored):
         return torch.empty(leaf.shape, dtype=like.dtype, device="meta")
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    dtype = torch.uint8 if isinstance(leaf, AsBytes) else like.dtype
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
 
 
-def _device(leaf: fx.Node | AsStored) -> torch.device:
-    return fake(leaf.node if isinstance(leaf, AsStored) else leaf).device
+def _device(leaf: fx.Node | AsStored | AsBytes) -> torch.device:
+    return fake(leaf if isinstance(leaf, fx.Node) else leaf.node).device

@@ -21,7 +21,7 @@ from nimblec.graph.rewriter import bound, fake
 from nimblec.kernels.gpu import KNOWN, SM_90
 from nimblec.kernels.products.fp8 import FP8, as_fp8, calibrate, column_factors, factors_of, largest_read
 from nimblec.kernels.products.gemm_match import requests
-from nimblec.kernels.products.gemm_op import linear, linear_and_moments
+from nimblec.kernels.products.gemm_op import linear, linear_and_moments, linear_moments_and_fp8
 from nimblec.kernels.products.gemm_rewrite import tilings
 from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates
 from nimblec.kernels.products.packing import pack_fp8, unpack_rows
@@ -40,6 +40,7 @@ CASES = {
     "large": "check(20, 96, 33, [32, 16, 64, 1, 4, 2], spread=3000, largest=12000)",
     "of e4m3, to e4m3": "check(37, 96, 48, [16, 32, 32, 1, 4, 2], 'gelu', residual=True, chained=True)",
     "of e4m3, to e4m3, split": "check(37, 96, 48, [16, 32, 32, 2, 4, 2], chained=True)",
+    "moments, besides float16": "check(37, 96, 48, [16, 16, 32, 2, 4, 2], residual=True, copied=True)",
     "a norm": "norm(37, 80, [4, 4])",
     "of a norm": "check(20, 96, 32, [16, 16, 32, 2, 4, 2], normed=True)",
 }
@@ -51,7 +52,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from nimblec.kernels.launch import prepared
 from nimblec.kernels.products.fp8 import FP8, as_fp8, factors_of, to_bytes
-from nimblec.kernels.products.gemm_op import linear
+from nimblec.kernels.products.gemm_op import linear, linear_moments_and_fp8
 from nimblec.kernels.products.gemm_reference import moments_of
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import counters, pack_fp8
@@ -69,7 +70,7 @@ def converted(x, dtype, to, rounding):
 interpreter._convert_float = converted
 
 def check(rows, columns, out, tiling, activation="none", *, residual=False, spread=1, largest=4, normed=False,
-          chained=False):
+          chained=False, copied=False):
     torch.manual_seed(0)
     x = (torch.randn(rows, columns) * spread).half()
     weight = torch.randn(columns, out) / columns**0.5
@@ -83,6 +84,15 @@ def check(rows, columns, out, tiling, activation="none", *, residual=False, spre
     if chained:
         args = (to_bytes(x, factors[0]), *args[1:])
         norm["out_factor"] = torch.tensor([16.0])
+    if copied:
+        given = {"factors": factors, "out_factor": torch.tensor([16.0])}
+        made = prepared(linear_moments_and_fp8, *args, **given)
+        made.launch()
+        (found, moments, copy), (expected, wanted, exact) = made.results, linear_moments_and_fp8(*args, **given)
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(moments, wanted, atol=2e-2, rtol=2e-3)
+        assert (copy != exact).float().mean() < 0.01
+        return
     made = prepared(linear, *args, factors=factors, **norm)
     made.launch()
     expected = linear(*args, factors=factors, **norm)
@@ -214,8 +224,8 @@ def test_network_is_near_float16() -> None:
     assert [fake(bound(node)["factors"]).shape[0] for node in found] == [97, 65, 33]
     assert bound(found[2])["moments"] is not None
     written = rewritten(module, write_fp8)
-    dtypes = [fake(node.args[0]).dtype for node in written.graph.nodes if node.target in {linear, linear_and_moments}]
-    assert dtypes == [torch.float16, torch.uint8, torch.float16]
+    products = [node for node in written.graph.nodes if node.target in {linear, linear_moments_and_fp8}]
+    assert [fake(node.args[0]).dtype for node in products] == [torch.float16, torch.uint8, torch.uint8]
     for after in (module, written):
         (exact,), (rounded,) = run(before, x), run(after, x)
         error = (rounded - exact).float().norm() / exact.float().norm()

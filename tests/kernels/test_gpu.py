@@ -10,7 +10,7 @@ from nimblec.kernels.products import gemm_op as ops
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import depthwise_candidates
 from nimblec.kernels.products.gemm_op import Arithmetic
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates
 from nimblec.kernels.products.packing import counters, pack_convolution, pack_linear
 from nimblec.kernels.reductions.norm_op import normalized
 from nimblec.kernels.reference import Prologue, finish
@@ -97,6 +97,18 @@ def test_products(activation: str) -> None:
 
 
 ROWS, COLUMNS, WIDE = 197, 768, 3072
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gated_rows(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(1, 512, device="cuda").to(dtype), torch.randn(512, 1536, device="cuda").to(dtype) / 16
+    shape = product(1, 512, 1536)
+    passed, other = (x.double() @ weight.double()).to(dtype).double().unflatten(1, (-1, 2)).unbind(2)
+    for tiling in row_candidates(shape):
+        arrived, end = _counters(shape, tiling), (1536, "silu", tiling.numbers, "late")
+        found = ops.linear(x, pack_linear(weight, tiling), None, None, arrived, *end, gated=True)
+        expected = (functional.silu(passed) * other).to(dtype)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])

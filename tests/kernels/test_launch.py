@@ -23,7 +23,13 @@ from nimblec.kernels.compiling import Job
 from nimblec.kernels.gpu import SM_90, TRIGGERS, Trigger
 from nimblec.kernels.launch import Launch, launch_of, ops
 from nimblec.kernels.products.depthwise_op import depthwise
-from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear, linear_and_moments
+from nimblec.kernels.products.gemm_op import (
+    convolution,
+    convolution_into,
+    linear,
+    linear_and_moments,
+    linear_moments_and_fp8,
+)
 from nimblec.kernels.products.quantized_op import convolution_of_integers
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.trained_op import (
@@ -79,6 +85,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         linear_and_moments,
         (ROWS, WEIGHT, None, None, COUNTERS, 16, "none", [16, 16, 16, 2, 4, 2], "late"),
         {},
+    ),
+    "linear, moments and fp8": (
+        linear_moments_and_fp8,
+        (ROWS, WEIGHT, None, None, COUNTERS, 16, "none", [16, 16, 16, 2, 4, 2], "late"),
+        {"out_factor": FACTORS["scale"]},
     ),
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
     "integers": (

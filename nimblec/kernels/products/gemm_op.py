@@ -3,9 +3,10 @@
 ``linear_and_moments`` also returns the moments of its result (`gemm_reference.moments_of`), in parts as wide as its
 tiles; with moments, a product normalises the rows of ``x`` (`RowNorm`). With ``factors``
 (`nimblec.kernels.products.fp8`), it multiplies e4m3, whose bytes the weights are, and ``x`` may be; with ``out_factor``
-the result is. `convolution_into` writes to ``out``, part of the channels of larger images. The kernel leaves
-``counters`` zero; concurrent calls need counters of their own. ``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale,
-shift, gate and ``before`` are a `nimblec.kernels.reference.Prologue`.
+the result is, or a copy of it, which ``linear_moments_and_fp8`` also returns. `convolution_into` writes to ``out``,
+part of the channels of larger images. The kernel leaves ``counters`` zero; concurrent calls need counters of their own.
+``trigger`` is a `nimblec.kernels.gpu.Trigger`; scale, shift, gate and ``before`` are a
+`nimblec.kernels.reference.Prologue`.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def convolution_launch(
     norm: RowNorm | None = None,
     factors: Tensor | None = None,
     out_factor: Tensor | None = None,
+    copy: Tensor | None = None,
     out_moments: Tensor | None = None,
     gated: bool = False,
 ) -> Launch:
@@ -84,6 +86,7 @@ def convolution_launch(
             "factors_ptr": factors,
             "out_factor_ptr": out_factor,
             "out_ptr": out,
+            "copy_ptr": copy,
             "out_moments_ptr": out_moments,
             "partials_ptr": partials,
             "counters_ptr": counters if tiling.split_k > 1 else None,
@@ -178,7 +181,7 @@ def _convolution_on_cpu(
     return (new_images(x, shape) if out is None else out).copy_(finish(total, residual, activation))
 
 
-def _linear_and_moments(
+def _linear_moments_and_fp8(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -190,6 +193,7 @@ def _linear_and_moments(
     trigger: str,
     *,
     has_moments: bool = True,
+    has_copy: bool = True,
     arithmetic: str = "tf32",
     gate: Tensor | None = None,
     before: str = "none",
@@ -197,11 +201,13 @@ def _linear_and_moments(
     factors: Tensor | None = None,
     out_factor: Tensor | None = None,
     **norm: Any,
-) -> Prepared[tuple[Tensor, Tensor | None]]:
+) -> Prepared[tuple[Tensor, Tensor | None, Tensor | None]]:
     x = x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
-    dtype = torch.uint8 if out_factor is not None else x.dtype if factors is None else torch.float16
+    is_rounded = out_factor is not None and not has_copy
+    dtype = torch.uint8 if is_rounded else x.dtype if factors is None else torch.float16
     out = x.new_empty((x.shape[0], out_channels // 2 if gated else out_channels), dtype=dtype)
     moments = _new_moments(out, Tiling.of(tiling)) if has_moments else None
+    copy = torch.empty_like(out, dtype=torch.uint8) if has_copy else None
     launch = convolution_launch(
         product_shape(x, out_channels),
         Tiling.of(tiling),
@@ -218,14 +224,20 @@ def _linear_and_moments(
         norm=_row_norm(**norm),
         factors=factors,
         out_factor=out_factor,
+        copy=copy,
         out_moments=moments,
         gated=gated,
     )
-    return Prepared((out, moments), launch)
+    return Prepared((out, moments, copy), launch)
+
+
+def _linear_and_moments(x: Tensor, *given: Any, **how: Any) -> Prepared[tuple[Tensor, Tensor | None]]:
+    prepared = _linear_moments_and_fp8(x, *given, **how, has_copy=False)
+    return Prepared(prepared.results[:2], prepared.launch)
 
 
 def _linear(x: Tensor, *given: Any, **how: Any) -> Prepared[Tensor]:
-    prepared = _linear_and_moments(x, *given, **how, has_moments=False)
+    prepared = _linear_moments_and_fp8(x, *given, **how, has_moments=False, has_copy=False)
     return Prepared(prepared.results[0], prepared.launch)
 
 
@@ -290,6 +302,12 @@ def _linear_and_moments_on_cpu(x: Tensor, *given: Any, **how: Any) -> tuple[Tens
     return out, moments_of(out, Tiling.of(tiling).block_n)
 
 
+def _linear_moments_and_fp8_on_cpu(
+    x: Tensor, *given: Any, out_factor: Tensor, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_linear_and_moments_on_cpu(x, *given, **how), _linear_on_cpu(x, *given, out_factor=out_factor, **how)
+
+
 _CONVOLUTION = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
@@ -312,4 +330,9 @@ linear_and_moments = define_op(
     f"linear_and_moments({_LINEAR}) -> (Tensor, Tensor)",
     prepare=_linear_and_moments,
     reference=_linear_and_moments_on_cpu,
+)
+linear_moments_and_fp8 = define_op(
+    f"linear_moments_and_fp8({_LINEAR}) -> (Tensor, Tensor, Tensor)",
+    prepare=_linear_moments_and_fp8,
+    reference=_linear_moments_and_fp8_on_cpu,
 )

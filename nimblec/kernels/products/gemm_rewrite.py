@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, fake, is_call
 from nimblec.graph.views import viewed_alike
 from nimblec.graph.vocabulary import WHOLE_VIEWS
-from nimblec.kernels.call import AsStored, Call, Made, Pool, evaluate, example
+from nimblec.kernels.call import AsBytes, AsStored, Call, Leaf, Made, Pool, evaluate, example
 from nimblec.kernels.compiling import Compile
 from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.products.concatenation import concatenate_in_place
@@ -89,7 +89,7 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     pack = partial(_packed, request.kind, tiling, is_rounded, request.activated)
     weight = Made(source=source, make=pack, role="weights")
     counters = counters_of(tiling, shape, source.device)
-    x = request.x if request.before is None else _as_read(request, request.x)
+    x: Leaf = request.x if request.before is None else _as_read(request, request.x)
     bias: fx.Node | Made | None = request.bias
     if request.bias is not None and request.activated is not None:
         pair = partial(_paired, request.activated)
@@ -98,6 +98,8 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
         how["gated"] = True
     if isinstance(tiling, Fp8Tiling):
         assert request.largest is not None
+        # Rounding x in each block that reads it would take longer than products of e4m3 save.
+        x = AsBytes(node=request.x)
         weight = Made(source=source, make=partial(pack_fp8, tiling=tiling), role="weights")
         how["factors"] = Made(source=source, make=partial(factors_of, largest=request.largest), role="factors")
     shared = (x, weight, bias, _residual(request), counters, shape.out_channels)

@@ -42,6 +42,7 @@ def convolution(
     factors_ptr,
     out_factor_ptr,
     out_ptr,
+    copy_ptr,
     out_moments_ptr,
     partials_ptr,
     counters_ptr,
@@ -84,6 +85,7 @@ def convolution(
     each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
     has half the channels; its sum is not split, and it has no residual. The factors (1 + out channels,) of e4m3 are
     what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
+    With an out factor (1,), out is e4m3, or only its copy.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
@@ -225,14 +227,18 @@ def convolution(
         total += bias[None, :]
         if GATED:
             rounded = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-            first, second = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
-            result = (activate(first, ACTIVATION) * second).to(out_ptr.dtype.element_ty)
+            passed, other = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+            result = (activate(passed, ACTIVATION) * other).to(out_ptr.dtype.element_ty)
             pairs = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             pair_offsets = rows[:, None] * OUT_STRIDE + pairs[None, :]
             tl.store(out_ptr + pair_offsets, result, mask=(rows < ROWS)[:, None] & (pairs * 2 < OUT_CHANNELS)[None, :])
         else:
             result = activate(total, ACTIVATION)
-            store(out_ptr + out_offsets, result, exists, out_factor_ptr)
+            if copy_ptr is None:
+                store(out_ptr + out_offsets, result, exists, out_factor_ptr)
+            else:
+                store(copy_ptr + out_offsets, result, exists, out_factor_ptr)
+                store(out_ptr + out_offsets, result, exists, None)
             if out_moments_ptr is not None:
                 result = result.to(out_ptr.dtype.element_ty)
                 store_moments(out_moments_ptr + tile_n * (2 * ROWS), result, rows, ROWS)
