@@ -315,8 +315,13 @@ class _Tracer(fx.Interpreter):
                 return aten.group_norm(x, x.shape[1], weight, bias, epsilon)
         if target is aten.rrelu.default and (slope := _mean_slope(*args, **kwargs)) is not None:
             return aten.leaky_relu(args[0], slope)
-        device = self._device_of((args, kwargs))
-        args, kwargs = pytree.tree_map_only(torch.device, lambda _: device, (args, kwargs))
+        device, moved = self._device_of((args, kwargs)), f"{self._recorder.device}:0"
+
+        def placed(leaf: Any) -> Any:
+            # `move_to_device_pass` names devices by strings.
+            return device if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf == moved) else leaf
+
+        args, kwargs = pytree.tree_map(placed, (args, kwargs))
         return super().call_function(run_of_lengths if target is OF_LENGTHS else target, args, kwargs)
 
     def _call_region(self, target: HigherOrderOperator, args: tuple[Any, ...]) -> Any:
