@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from graphs import dataflow
@@ -9,8 +10,8 @@ from graphs import dataflow
 from nimblec.base.errors import CompileError
 from nimblec.base.ir import BUSY, Graph, Op
 from nimblec.inspect.certificate import problems
-from nimblec.plan.assembly import Provenance
-from nimblec.plan.planning import Measured, choose_schedule, make_plan
+from nimblec.plan.assembly import Provenance, assemble
+from nimblec.plan.planning import Measured, Timer, choose_schedule
 from nimblert.check.hazards import hazards
 from nimblert.plan import Device, Kernel, Launch, Parameter, ParameterKind, Plan, Target
 
@@ -37,6 +38,10 @@ class _StreamTimer:
         streams = plan.programs[0].stream_count
         self.timed.append(streams)
         return Measured(self._by_streams.get(streams, 1_000), streams in self._noisy)
+
+
+def make_plan(graph: Graph, provenance: Provenance, timer: Timer, **options: Any) -> Plan:
+    return assemble([choose_schedule(graph, provenance, timer, **options)], provenance)
 
 
 def _branches() -> Graph:

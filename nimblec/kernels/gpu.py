@@ -49,8 +49,7 @@ class GPU:
     capability: tuple[int, int]
     multiprocessors: int
     shared_per_block: int
-    """The most shared memory that a block may opt in to."""
-    shared_per_multiprocessor: int
+    """The most shared memory that a block may opt in to: all of a multiprocessor's but 1 KiB."""
     l2: int
     speed: Speed = Speed()
     names: tuple[str, ...] = ()
@@ -67,7 +66,6 @@ class GPU:
             capability=capability,
             multiprocessors=found.multi_processor_count,
             shared_per_block=found.shared_memory_per_block_optin,
-            shared_per_multiprocessor=found.shared_memory_per_multiprocessor,
             l2=found.L2_cache_size,
             speed=_speed(capability),
         )
@@ -98,7 +96,6 @@ SM_80 = GPU(
     capability=(8, 0),
     multiprocessors=108,
     shared_per_block=163 * KIB,
-    shared_per_multiprocessor=164 * KIB,
     l2=40 * KIB * KIB,
     speed=_speed((8, 0)),
 )
@@ -107,7 +104,6 @@ SM_86 = GPU(
     capability=(8, 6),
     multiprocessors=82,
     shared_per_block=99 * KIB,
-    shared_per_multiprocessor=100 * KIB,
     l2=6 * KIB * KIB,
     speed=_speed((8, 6)),
 )
@@ -116,7 +112,6 @@ SM_89 = GPU(
     capability=(8, 9),
     multiprocessors=142,
     shared_per_block=99 * KIB,
-    shared_per_multiprocessor=100 * KIB,
     l2=96 * KIB * KIB,
     speed=_speed((8, 9)),
 )
@@ -125,7 +120,6 @@ SM_90 = GPU(
     capability=(9, 0),
     multiprocessors=132,
     shared_per_block=227 * KIB,
-    shared_per_multiprocessor=228 * KIB,
     l2=50 * KIB * KIB,
     names=("NVIDIA H200", "NVIDIA H100 80GB HBM3"),
 )
@@ -134,7 +128,6 @@ SM_100 = GPU(
     capability=(10, 0),
     multiprocessors=148,
     shared_per_block=227 * KIB,
-    shared_per_multiprocessor=228 * KIB,
     l2=126 * KIB * KIB,
     names=("NVIDIA B200",),
 )
@@ -143,7 +136,6 @@ SM_120 = GPU(
     capability=(12, 0),
     multiprocessors=170,
     shared_per_block=99 * KIB,
-    shared_per_multiprocessor=100 * KIB,
     l2=96 * KIB * KIB,
     speed=_speed((12, 0)),
     names=("NVIDIA GeForce RTX 5090",),

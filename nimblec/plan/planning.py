@@ -101,14 +101,6 @@ def _as_it_is(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     return graph, schedule
 
 
-def make_plan(
-    graph: Graph, provenance: Provenance, timer: Timer, *, streams: str = "auto", memory_limit: int | None = None
-) -> Plan:
-    """Return the plan of one graph, without a golden record; see `choose_schedule`."""
-    part = choose_schedule(graph, provenance, timer, streams=streams, memory_limit=memory_limit)
-    return assemble([part], provenance)
-
-
 def choose_schedule(
     graph: Graph,
     provenance: Provenance,

@@ -53,7 +53,7 @@ class Fp8Tiling(Tiling):
 
 def shared_budget(gpu: GPU) -> int:
     """Return the bytes of shared memory for the loads of one block that leave room for a block of the next kernel."""
-    return gpu.shared_per_multiprocessor // 2 - 4 * KIB
+    return (gpu.shared_per_block + KIB) // 2 - 4 * KIB
 
 
 def candidates(
