@@ -135,8 +135,8 @@ def caller(network: str, system: str, threads: int, target: Target) -> Call:
         import nimblec
         import nimblert
 
-        given = {"level": 2, **_dynamic(network, target)} if target == "cuda" else _dynamic(network, target)
-        plan = nimblec.compile(module, example, target=target, plan_cache=None, streams=1, **given)
+        given, level = _dynamic(network, target), 2 if target == "cuda" else None
+        plan = nimblec.compile(module, example, target=target, level=level, plan_cache=None, streams=1, **given)
         executable = nimblert.load(plan, threads=threads if target == "cpu" else None)
         return lambda arrays: executable(*arrays)
     if system == "onnxruntime":

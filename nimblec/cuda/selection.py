@@ -83,7 +83,8 @@ class Selector:
                 raise next(iter(failures.values()))
             try:
                 best = self._record(as_it_runs(original))
-            except TraceError:  # as where the model has loops
+            except TraceError:
+                # A model with loops cannot be captured as it runs.
                 raise next(iter(failures.values())) from None
             self._reports.note([f"-O{level} is not possible for this model, which is compiled as by -O0"])
         self._reports.note(f"not possible for this model: {name}: {exc}" for name, exc in failures.items())

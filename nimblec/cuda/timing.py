@@ -80,7 +80,7 @@ class CudaTimer:
         return [call("cuEventElapsedTime", a, b) for a, b in pairwise(events)]
 
     def _launch(self, executable: Handle) -> None:
-        """Run a plan, one with loops from its initial state: a loop that has filled a cache would end at once."""
+        """Enqueue a run. A plan with loops begins with its initial state: a full cache would end a loop at once."""
         if self._state_copy is not None:
             call("cuMemcpyDtoDAsync", *self._state_copy, self._stream)
         call("cuGraphLaunch", executable, self._stream)

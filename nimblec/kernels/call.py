@@ -57,7 +57,7 @@ class AsStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AsBytes:
-    """A node that is timed as bytes: the kernel that computes it is to round it (`fp8_results.write_fp8`)."""
+    """A node of float16 that a timed call reads as bytes of e4m3, which `fp8_results.write_fp8` lets the plan store."""
 
     node: fx.Node
 

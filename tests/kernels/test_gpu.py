@@ -96,9 +96,6 @@ def test_products(activation: str) -> None:
         _check(results, finish(total, None, activation), arrived)
 
 
-ROWS, COLUMNS, WIDE = 197, 768, 3072
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gated_rows(dtype: torch.dtype) -> None:
     x, weight = torch.randn(1, 512, device="cuda").to(dtype), torch.randn(512, 1536, device="cuda").to(dtype) / 16
@@ -109,6 +106,9 @@ def test_gated_rows(dtype: torch.dtype) -> None:
         found = ops.linear(x, pack_linear(weight, tiling), None, None, arrived, *end, gated=True)
         expected = (functional.silu(passed) * other).to(dtype)
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+ROWS, COLUMNS, WIDE = 197, 768, 3072
 
 
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])

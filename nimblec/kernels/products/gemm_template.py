@@ -85,7 +85,7 @@ def convolution(
     each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
     has half the channels; its sum is not split, and it has no residual. The factors (1 + out channels,) of e4m3 are
     what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
-    With an out factor (1,), out is e4m3, or only its copy.
+    With an out factor (1,), the copy of out is e4m3; without a copy, out is.
     """
     if TRIGGER == "early":
         gdc_launch_dependents()
