@@ -37,9 +37,9 @@ _STAGES = ("python", "import", "load", "run")
 
 _BEGIN = """
 import time
-times = [time.time()]
+times = [time.perf_counter()]
 def after():
-    times.append(time.time())
+    times.append(time.perf_counter())
 import json, sys
 path, inputs = sys.argv[1:]
 stages = []
@@ -95,7 +95,7 @@ def started(system: str, path: Path, inputs: Path, folder: Path) -> dict[str, An
     """Return the figures of one fresh process: the seconds of its stages, and the first number that it computes."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     variables |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-    begin = time.time()
+    begin = time.perf_counter()  # on Linux the same clock in every process
     command = [sys.executable, "-c", _BEGIN + _SYSTEMS[system] + _END, str(path), str(inputs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:

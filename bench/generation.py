@@ -64,6 +64,20 @@ def _static(model: Any, ids: torch.Tensor) -> Callable[[int], np.ndarray]:
     return generate
 
 
+def _compared(tokens: np.ndarray, greedy: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how many tokens are equal to greedy ones, and how far eager's logit of the next is below its highest.
+
+    The distance is in units of the last place of the highest.
+    """
+    equal = int((tokens == greedy.sequences[0, _PROMPT:].cpu().numpy()).cumprod().sum())
+    if equal == len(tokens):
+        return {"equal_to_greedy": equal}
+    logits = greedy.logits[equal][0].double().cpu().numpy()
+    highest = logits.max()
+    unit = torch.finfo(dtype).eps * 2.0 ** np.floor(np.log2(abs(highest)))
+    return {"equal_to_greedy": equal, "units_below": float((highest - logits[tokens[equal]]) / unit)}
+
+
 def measure(name: str, system: str, level: int) -> None:
     """Report the times of a system; nimblec's with how many tokens are equal to those of eager greedy search."""
     turn, model = Turn(wait=True), build(name)
@@ -82,10 +96,9 @@ def measure(name: str, system: str, level: int) -> None:
 
     made = nimblec.generate(model, prompts=(_PROMPT,), max_new_tokens=_TOKENS)
     plan = nimblec.compile(made, target="cuda", level=level, plan_cache=None)
+    how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
     with torch.no_grad():
-        greedy = model.cuda().generate(
-            ids.cuda(), max_new_tokens=_TOKENS + 1, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
+        greedy = model.cuda().generate(ids.cuda(), max_new_tokens=_TOKENS + 1, output_logits=True, **how)
     with nimblert.load(plan) as exe:
 
         def prefill() -> Any:
@@ -97,12 +110,12 @@ def measure(name: str, system: str, level: int) -> None:
 
         first = prefill()
         tokens, _ = exe(np.array(_TOKENS), entry="generate")
-        equal = np.concatenate([np.ravel(first), np.ravel(tokens)]) == greedy[0, _PROMPT:].cpu().numpy()
+        compared = _compared(np.concatenate([np.ravel(first), np.ravel(tokens)]), greedy, model.dtype)
         turn.begin()
         turn.report(
             whole_ms=_lowest_ms(lambda: generate_by(_TOKENS), prefill),
             one_by_one_ms=_lowest_ms(lambda: generate_by(1), prefill),
-            equal_to_greedy=int(equal.cumprod().sum()),
+            **compared,
         )
         turn.end()
 
@@ -116,8 +129,10 @@ def show(figures: dict[str, Any]) -> list[str]:
             continue
         times = ours.get("whole_ms"), ours.get("one_by_one_ms"), theirs.get("whole_ms")
         ratio = times[0] and times[2] and times[2] / times[0]
-        rows.append([name, *(number(t, 1) for t in times), number(ratio, 2), str(ours.get("equal_to_greedy", ""))])
-    return table(["ms for 128 tokens", "nimblec", "one by one", "transformers", "ratio", "equal of 129"], rows)
+        equal, below = str(ours["equal_to_greedy"]), number(ours.get("units_below"), 0)
+        rows.append([name, *(number(t, 1) for t in times), number(ratio, 2), equal, below])
+    columns = ("nimblec", "one by one", "transformers", "ratio", "equal of 129", "next below, ulp")
+    return table(["ms for 128 tokens", *columns], rows)
 
 
 def main(arguments: Sequence[str]) -> None:
