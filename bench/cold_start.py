@@ -99,7 +99,7 @@ def started(system: str, path: Path, inputs: Path, folder: Path) -> dict[str, An
     command = [sys.executable, "-c", _BEGIN + _SYSTEMS[system] + _END, str(path), str(inputs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
-        return {"problem": done.stderr.strip().rpartition("\n")[2]}
+        return {"problem": done.stderr.strip().rpartition("\n")[2] or f"ended with status {done.returncode}"}
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     times = [begin, *said.pop("times")]
     load_ms = [[name, *(round((moment - times[2]) * 1e3, 1) for moment in when)] for name, *when in said.pop("stages")]

@@ -84,11 +84,11 @@ def add_parts(partial_ptrs, counter_ptr, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def store(out_ptr, result, mask, factor_ptr):
+def store(out_ptr, result, mask, factor):
     """Store a result in the dtype of out: with a factor, by which it is multiplied, as bytes of e4m3."""
-    if factor_ptr is not None:
+    if factor is not None:
         # The conversion saturates.
-        result = (result.to(tl.float32) * tl.load(factor_ptr)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        result = (result.to(tl.float32) * factor).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     tl.store(out_ptr, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 

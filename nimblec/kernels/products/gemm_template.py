@@ -131,6 +131,7 @@ def convolution(
     if IS_FP8:
         pixel_factor = tl.load(factors_ptr).to(tl.float16)
         factors = tl.load(factors_ptr + 1 + columns, mask=columns < OUT_CHANNELS, other=0.0)
+    out_factor = None if out_factor_ptr is None else tl.load(out_factor_ptr)
     if NORM != "none":
         weight_sums = tl.load(sums_ptr + columns, mask=columns < OUT_CHANNELS, other=0.0)
 
@@ -235,9 +236,9 @@ def convolution(
         else:
             result = activate(total, ACTIVATION)
             if copy_ptr is None:
-                store(out_ptr + out_offsets, result, exists, out_factor_ptr)
+                store(out_ptr + out_offsets, result, exists, out_factor)
             else:
-                store(copy_ptr + out_offsets, result, exists, out_factor_ptr)
+                store(copy_ptr + out_offsets, result, exists, out_factor)
                 store(out_ptr + out_offsets, result, exists, None)
             if out_moments_ptr is not None:
                 result = result.to(out_ptr.dtype.element_ty)

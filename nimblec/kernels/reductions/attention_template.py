@@ -5,7 +5,7 @@
 
 A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
 FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides. All
-that a block reads may come from the kernel before, so it waits first (`nimblec.kernels.device`).
+that a block reads but the factor may come from the kernel before, so it waits first (`nimblec.kernels.device`).
 """
 
 import triton
@@ -82,6 +82,7 @@ def attention(
     key_ptr += batch * KEY_BATCH + head // GROUP * KEY_HEAD
     value_ptr += batch * VALUE_BATCH + head // GROUP * VALUE_HEAD
     is_row = (rows < QUERIES)[:, None]
+    out_factor = None if out_factor_ptr is None else tl.load(out_factor_ptr)
     if TRIGGER != "none":
         gdc_wait()
     if TRIGGER == "late":
@@ -144,7 +145,7 @@ def attention(
         total = tl.where(total == 0.0, 1.0, total)
     out_offsets = ((batch * QUERIES + rows[:, None]) * HEADS + head) * VALUE_SIZE + across[None, :]
     is_out = is_row & (across < VALUE_SIZE)[None, :]
-    store(out_ptr + out_offsets, mixed / total[:, None], is_out, out_factor_ptr)
+    store(out_ptr + out_offsets, mixed / total[:, None], is_out, out_factor)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 # ruff: noqa: C901, N803 - branches are taken while it is compiled; constants in capitals, as in Triton's own kernels
 """The Triton kernel of layer norm and RMS norm over the last axis, with a residual added before it.
 
-A block holds some whole rows in registers, so that the mean comes before the differences from it. It
-loads weight and bias, which nothing ever writes, while the kernel before it still runs, and waits as
-`nimblec.kernels.device` says.
+A block holds some whole rows in registers, so that the mean comes before the differences from it. It loads weight, bias
+and factor, which nothing ever writes, while the kernel before it still runs, and waits as `nimblec.kernels.device`
+says.
 """
 
 import triton
@@ -47,6 +47,7 @@ def norm(
         weight = tl.load(weight_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+    factor = None if factor_ptr is None else tl.load(factor_ptr)
     if TRIGGER != "none":
         gdc_wait()
     if TRIGGER == "late":
@@ -70,4 +71,4 @@ def norm(
         result += bias[None, :]
     tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
     if factor_ptr is not None:
-        store(rounded_ptr + offsets, result, mask, factor_ptr)
+        store(rounded_ptr + offsets, result, mask, factor)
