@@ -192,7 +192,7 @@ def markdown(results: dict[str, Any]) -> str:
     found = [(model, system, f) for model, systems in results["starts"].items() for system, f in systems.items()]
     rows = [row for row in found if "problem" not in row[2]]
     failed = [f"{short(model)}, {system}: {f['problem']}" for model, system, f in found if "problem" in f]
-    return "\n".join((*by_columns(COLUMNS, rows), *failed, "", environment.provenance(results)))
+    return "\n".join((*by_columns(COLUMNS, rows), "", *failed, "", environment.provenance(results)))
 
 
 def main(arguments: list[str]) -> None:
@@ -218,9 +218,10 @@ def main(arguments: list[str]) -> None:
         given = ["--level", str(options.level), "--repeats", str(options.repeats), *(["--cpu"] if options.cpu else [])]
         systems = [name for name in options.systems.split(",") if options.cpu or name != "ONNX Runtime"]
         pairs = [(model, system) for model in options.models for system in systems]
-        starts: dict[str, dict[str, Result]] = {model: {} for model in options.models}
+        level = "" if options.cpu else f" -O{options.level}"
+        starts: dict[str, dict[str, Result]] = {model + level: {} for model in options.models}
         for (model, system), result in measured("bench.cold_start", given, pairs, limit_s=options.limit_s).items():
-            starts[model][system] = {"problem": result["failed"]} if "failed" in result else result
+            starts[model + level][system] = {"problem": result["failed"]} if "failed" in result else result
         environment.write(output, {"starts": starts})
     print(markdown(environment.read(output)))
 
