@@ -61,7 +61,7 @@ def names(options: argparse.Namespace) -> Sequence[str]:
     from bench.models.zoo import NAMES
 
     first, count = map(int, options.part.split("/"))
-    return NAMES[first - 1 :: count]
+    return [*NAMES][first - 1 :: count]
 
 
 def table(options: argparse.Namespace) -> Table:

@@ -1,6 +1,6 @@
 """Networks of timm, torchvision and transformers, random weights, batch 1; drawn by a seed, not picked.
 
-``bench.models.zoo:LIBRARY/NAME`` is a network in half precision: an image in fp16, channels last; 128 tokens of an
+``bench.models.zoo:LIBRARY_NAME`` is a network in half precision: an image in fp16, channels last; 128 tokens of an
 encoder in fp16; 64 tokens of a decoder in bf16, without a cache. zoo.txt holds the names that a draw gave with
 timm 1.0.29, torchvision 0.26 and transformers 5.17: ``python -m bench.models.zoo`` draws them again, in an hour on two
 cores. A draw shuffles the families of each library, takes one network of each, and skips what cannot be measured: more
@@ -9,6 +9,7 @@ encoders keep the sizes of their library's default configuration, with half the 
 """
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from bench.models.images import Model, channels_last, settled
 
-NAMES = tuple(Path(__file__).with_suffix(".txt").read_text().split())
+NAMES = {re.sub(r"\W", "_", name): name for name in Path(__file__).with_suffix(".txt").read_text().split()}
+"""The names of libraries and networks, such as timm/resnet18, by their attributes of this module."""
 SEED = 56
 LARGEST = 1e9
 """Parameters of the largest network."""
@@ -110,9 +112,9 @@ def model(library: str, name: str) -> Model:
 
 def __getattr__(name: str) -> Callable[[], Model]:
     """Return the network of this name, as a callable without arguments."""
-    library, _, network = name.partition("/")
-    if library not in DRAWN or not network:
+    if name not in NAMES:
         raise AttributeError(name)
+    library, _, network = NAMES[name].partition("/")
     return partial(model, library, network)
 
 
