@@ -192,7 +192,7 @@ def test_packed_weights_stand_for_weights() -> None:
 def test_tilings_fit_shared_memory() -> None:
     for gpu in KNOWN:
         for rows, columns in ((128, 2304), (197, 768), (4096, 3072)):
-            for tiling in candidates(product(rows, 768, columns), gpu, weight_itemsize=1):
+            for tiling in candidates(product(rows, 768, columns), gpu, itemsize=1):
                 nbytes = tiling.block_k * (2 * tiling.block_m + tiling.block_n) * tiling.num_stages
                 assert nbytes <= gpu.shared_per_block
 

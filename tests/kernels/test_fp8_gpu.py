@@ -37,7 +37,7 @@ def test_every_candidate_agrees_with_the_emulation(
     if rounded:
         x = to_bytes(x, given["factors"][0])
     on_gpu = {name: tensor.cuda() for name, tensor in given.items()}
-    for tiling in candidates(shape, GPU.current(), weight_itemsize=1):
+    for tiling in candidates(shape, GPU.current(), itemsize=1):
         packed, end = pack_fp8(weight, tiling), (out, "gelu", tiling.numbers, "late")
         expected = linear(x, packed, bias, residual, None, *end, **given)
         arrived = counters(tiling.blocks(shape), torch.device("cuda"))

@@ -69,8 +69,7 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
     found = [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
     if request.largest is None or of_rows:
         return found
-    of_fp8 = candidates(request.shape, gpu, itemsize=request.dtype.itemsize, weight_itemsize=1)
-    return [*(Fp8Tiling.of(tiling.numbers) for tiling in of_fp8), *found]
+    return [*(Fp8Tiling.of(tiling.numbers) for tiling in candidates(request.shape, gpu, itemsize=1)), *found]
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:

@@ -62,18 +62,15 @@ def candidates(
     *,
     limit: int = 8,
     itemsize: int = 2,
-    weight_itemsize: int | None = None,
     splits: Sequence[int] = SPLITS,
     alike: int = 5,
 ) -> list[Tiling]:
     """Return at most ``limit`` tilings, the most promising first, at most ``alike`` with the same tiles of the result.
 
-    ``itemsize``: bytes of an element, ``weight_itemsize`` of a weight if that differs; ``splits``: the numbers of
-    blocks that may share a sum.
+    ``itemsize``: bytes of an element and of a weight; ``splits``: the numbers of blocks that may share a sum.
     """
-    sizes = itemsize, weight_itemsize or itemsize
-    cost = partial(estimate, shape, gpu=gpu, sizes=sizes)
-    return most_promising(_all(shape, gpu, sizes, splits), cost, limit=limit, alike=alike)
+    cost = partial(estimate, shape, gpu=gpu, itemsize=itemsize)
+    return most_promising(_all(shape, gpu, itemsize, splits), cost, limit=limit, alike=alike)
 
 
 def row_candidates(shape: Convolution) -> list[Tiling]:
@@ -91,20 +88,18 @@ def row_candidates(shape: Convolution) -> list[Tiling]:
     return [each for each in made if each.steps(shape) * each.block_k <= max(shape.depth * 1.15, 128)]
 
 
-def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, sizes: Pair = (2, 2)) -> float:
+def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
     """Estimate microseconds: what the busiest multiprocessor reads, computes and writes, and merging split sums.
 
-    The launch itself is not included. ``sizes`` are bytes of an element and of a weight; tensor cores multiply elements
-    of twice the size at half the rate, and both are multiplied in the size of weights. Float32 in
+    The launch itself is not included. Tensor cores multiply elements of twice the size at half the rate. Float32 in
     three products takes 1.3 to 2 times as long as estimated; the order is still useful.
     """
-    speed, (itemsize, weight_itemsize) = gpu.speed, sizes
-    size_factor = weight_itemsize / 2
+    speed, size_factor = gpu.speed, itemsize / 2
     steps = ceil_div(tiling.steps(shape), tiling.split_k)
     blocks = tiling.blocks(shape)
     turns = ceil_div(blocks, gpu.multiprocessors)
     size = tiling.block_m * tiling.block_n
-    nbytes = steps * _step_nbytes(sizes, tiling.block_m, tiling.block_n, tiling.block_k)
+    nbytes = steps * _step_nbytes(itemsize, tiling.block_m, tiling.block_n, tiling.block_k)
     flops = 2 * steps * tiling.block_k * size
     narrow = speed.narrow if tiling.block_m < WIDE else 1
     computing = turns * flops * size_factor / speed.flops * narrow
@@ -121,11 +116,11 @@ def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, sizes: Pair = (2, 
     return together + meeting + turns * size * itemsize / speed.block_bytes_stored
 
 
-def _step_nbytes(sizes: Pair, block_m: int, block_n: int, block_k: int) -> int:
-    return block_k * (block_m * sizes[0] + block_n * sizes[1])
+def _step_nbytes(itemsize: int, block_m: int, block_n: int, block_k: int) -> int:
+    return block_k * (block_m + block_n) * itemsize
 
 
-def _all(shape: Convolution, gpu: GPU, sizes: Pair, splits: Sequence[int]) -> Iterator[Tiling]:
+def _all(shape: Convolution, gpu: GPU, itemsize: int, splits: Sequence[int]) -> Iterator[Tiling]:
     for block_m in BLOCKS_M:
         if block_m > 16 and block_m >= 2 * shape.rows:
             continue
@@ -133,14 +128,14 @@ def _all(shape: Convolution, gpu: GPU, sizes: Pair, splits: Sequence[int]) -> It
             if block_n > 16 and block_n >= 2 * shape.out_channels:
                 continue
             for block_k in BLOCKS_K:
-                yield from _splits(shape, gpu, (block_m, block_n, block_k), sizes, splits)
+                yield from _splits(shape, gpu, (block_m, block_n, block_k), itemsize, splits)
 
 
 def _splits(
-    shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], sizes: Pair, splits: Sequence[int]
+    shape: Convolution, gpu: GPU, blocks: tuple[int, int, int], itemsize: int, splits: Sequence[int]
 ) -> Iterator[Tiling]:
     block_m, block_n, block_k = blocks
-    step_nbytes = _step_nbytes(sizes, *blocks)
+    step_nbytes = _step_nbytes(itemsize, *blocks)
     if step_nbytes > gpu.shared_per_block:
         return
     taps = shape.kernel[0] * shape.kernel[1]
