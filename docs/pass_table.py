@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from nimblec.optimize.o2 import TRITON_NORMS
+from nimblec.optimize.o2 import TRITON
 from nimblec.optimize.pipeline import Pass
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +18,7 @@ def rows() -> Iterator[str]:
     yield "| phase | pass | what it does | why it stands there |"
     yield "|---|---|---|---|"
     shown = set()
-    for phase in (phase for pipeline in TRITON_NORMS.pipelines for phase in pipeline.phases):
+    for phase in (phase for pipeline in TRITON.pipelines for phase in pipeline.phases):
         for each in phase.passes:
             cells = (phase.name, f"[`{each.name}`](../{_file(each)})", each.summary.replace("``", "`"), each.reason)
             row = f"| {' | '.join(cells)} |"

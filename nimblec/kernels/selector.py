@@ -52,9 +52,8 @@ class Family(Generic[Request, Tiling]):
     ``requests`` finds what one launch could compute, ``tilings`` lists its candidates, the most promising first, and
     ``call`` describes the launch. ``framework`` makes the framework's call to compare with, or returns None where that
     is a generated kernel, which cannot be timed alone. ``prepare`` rewrites the graph to allow more requests; ``use``
-    replaces those that a function gives a tiling for. With ``needs_whole_plan``, only the time of a whole plan shows
-    the gain. ``templates`` are the modules whose code the times depend on; ``reason`` explains the family's place in
-    the order.
+    replaces those that a function gives a tiling for. ``templates`` are the modules whose code the times depend on;
+    ``reason`` explains the family's place in the order.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Family(Generic[Request, Tiling]):
     templates: Sequence[str]
     reason: str
     prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
-    needs_whole_plan: bool = False
 
     def select(
         self,

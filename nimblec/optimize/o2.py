@@ -1,6 +1,6 @@
 """-O2: the passes of -O1, and between them Triton kernels wherever they are faster on this GPU."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
@@ -42,10 +42,6 @@ FAMILIES: tuple[Family[Any, Any], ...] = (
 """The families of kernels, in the order in which they are put into a graph; each states the reason for its place."""
 
 
-def _passes(families: Iterable[Family[Any, Any]], *needs: Callable[..., object]) -> tuple[Pass, ...]:
-    return tuple(Pass(run=_put_in(family), needs=needs, takes=("use",), reason=family.reason) for family in families)
-
-
 def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
     """Return the rewrite of a family, which leaves the choice of kernels to the setting's `Use`."""
 
@@ -54,6 +50,14 @@ def _put_in(family: Family[Any, Any]) -> Callable[..., None]:
         use(family, module)
 
     return put_in
+
+
+def _passes() -> Iterator[Pass]:
+    done: tuple[Callable[..., object], ...] = (lay_float32_channels_last,)
+    for family in FAMILIES:
+        put_in = _put_in(family)
+        yield Pass(run=put_in, needs=done, takes=("use",), reason=family.reason)
+        done = (*done, put_in)
 
 
 KERNELS = Pipeline(
@@ -69,25 +73,13 @@ KERNELS = Pipeline(
                 run=lay_float32_channels_last,
                 reason="Triton kernels read images channels last in float32 too, where the library gains nothing by it",
             ),
-            *_passes((family for family in FAMILIES if not family.needs_whole_plan), lay_float32_channels_last),
-        ),
-    )
-)
-"""Families whose kernels are compared with the framework's one by one."""
-
-NORMS = Pipeline(
-    Phase(
-        name="kernels",
-        passes=_passes(
-            (family for family in FAMILIES if family.needs_whole_plan), *(each.run for each in KERNELS.passes)
+            *_passes(),
         ),
     ),
-    after=KERNELS,
 )
-"""Families whose gain only the time of a whole plan shows."""
+"""Kernels wherever they are faster than the framework's, one by one."""
 
 TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
-TRITON_NORMS = Recipe("Triton kernels and norms", REWRITES, KERNELS, NORMS, REGIONS)
 
 
 class Timed:
@@ -136,9 +128,3 @@ def has_triton_kernels(module: fx.GraphModule) -> bool:
 
 def _is_triton_kernel(node: fx.Node) -> bool:
     return node.target in ops()
-
-
-def has_norms(module: fx.GraphModule) -> bool:
-    """Return whether there is a call that the families of `NORMS` could compute."""
-    graphs = list(control.graphs(module))
-    return any(any(family.requests(graph)) for family in FAMILIES if family.needs_whole_plan for graph in graphs)

@@ -83,14 +83,14 @@ Report = Callable[[Step], None]
 
 
 class Pipeline:
-    """Phases in their order; ``after`` is the pipeline that must have run before, if any.
+    """Phases in their order.
 
     Raises ValueError where a pass stands before one that it needs.
     """
 
-    def __init__(self, *phases: Phase, after: "Pipeline | None" = None) -> None:
+    def __init__(self, *phases: Phase) -> None:
         self.phases = phases
-        check_order((*(after.passes if after else ()), *self.passes))
+        check_order(self.passes)
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -115,21 +115,17 @@ def _of_level_2(
     timed = o2.Timed(times)
     setting = Setting(device=device_of(model), dtype=dtype, use=timed, fp8=fp8)
     runs = Runs(model, setting, report)
-    products = o2.TRITON.pipelines[:-1]
-    most = o2.TRITON
-    yield _variant(most, partial(runs, *most.pipelines))
-    if runs.has_run(*products) and o2.has_norms(runs(*products).module):
-        most = o2.TRITON_NORMS
-        yield _variant(most, partial(runs, *most.pipelines))
-    kernels = most.pipelines[:-1]
+    triton = o2.TRITON
+    yield _variant(triton, partial(runs, *triton.pipelines))
+    kernels = triton.pipelines[:-1]
     if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
         again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
-        yield Variant(name=f"{most.name}, chosen in context", make=partial(again, *most.pipelines))
+        yield Variant(name=f"{triton.name}, chosen in context", make=partial(again, *triton.pipelines))
     if fp8:
         # A product of e4m3 is slower than one of float16 where no kernel writes its input in e4m3.
         in_half = runs.with_setting(replace(setting, fp8=False), kept=(REWRITES,))
-        yield Variant(name=f"{most.name} of float16", make=partial(in_half, *most.pipelines))
-    has_kernels = runs.has_run(*products) and o2.has_triton_kernels(runs(*products).module)
+        yield Variant(name=f"{triton.name} of float16", make=partial(in_half, *triton.pipelines))
+    has_kernels = runs.has_run(*kernels) and o2.has_triton_kernels(runs(*kernels).module)
     fused = _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
     yield replace(fused, is_fallback=has_kernels and bool(model.written_elsewhere))
     if model.written_elsewhere:

@@ -24,7 +24,7 @@ from nimblec.kernels.gpu import SM_90
 from nimblec.onnx_import.importer import Weigh
 from nimblec.onnx_import.torch_model import load_onnx
 from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.o2 import TRITON_NORMS, first
+from nimblec.optimize.o2 import TRITON, first
 from nimblec.optimize.passes.aligned_weights import LARGE, align_weights
 from nimblec.optimize.passes.cast import cast
 from nimblec.optimize.passes.channels_last import propagate_channels_last
@@ -68,7 +68,7 @@ level_1 = by(*FUSED_REGIONS.pipelines)
 def level_2(dtype: torch.dtype | None) -> Level:
     """Return -O2 with all its kernels, as for a GPU; the kernels' definitions run on the host."""
     setting = Setting(device="cuda", dtype=dtype, use=first(SM_90))
-    return by(*TRITON_NORMS.pipelines[:-1], setting=setting)
+    return by(*TRITON.pipelines[:-1], setting=setting)
 
 
 def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:

@@ -30,7 +30,7 @@ from nimblec.kernels.reductions.fp8_results import write_fp8
 from nimblec.kernels.reductions.norm_op import layer_norm_and_fp8
 from nimblec.kernels.shapes import product
 from nimblec.optimize import optimize
-from nimblec.optimize.o2 import KERNELS, NORMS, first
+from nimblec.optimize.o2 import KERNELS, first
 from nimblec.optimize.pipeline import Setting
 
 CASES = {
@@ -209,8 +209,7 @@ def _network(x: Tensor) -> Tensor:
 def _with_kernels(x: Tensor, *, args: tuple[Tensor, ...]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return the network's optimised graph, and the same with kernels and calibrated on ``args``."""
     module = before = optimize(record(_network, x), device="cuda")
-    for pipeline in (KERNELS, NORMS):
-        module = pipeline(module, Setting(use=first(SM_90), fp8=True), args=args if pipeline is KERNELS else ())
+    module = KERNELS(module, Setting(use=first(SM_90), fp8=True), args=args)
     check(module)
     return before, module
 
@@ -264,8 +263,7 @@ def _post_norm(x: Tensor) -> Tensor:
 def test_norm_is_stored_in_fp8_besides_float16() -> None:
     x = _drawn(40, 64, seed=9)
     module = optimize(record(_post_norm, x), device="cuda")
-    for pipeline in (KERNELS, NORMS):
-        module = pipeline(module, Setting(use=first(SM_90), fp8=True), args=(x,))
+    module = KERNELS(module, Setting(use=first(SM_90), fp8=True), args=(x,))
     written = rewritten(module, write_fp8)
     assert sum(node.target is layer_norm_and_fp8 for node in written.graph.nodes) == 1
     products = [node for node in written.graph.nodes if node.target is linear]

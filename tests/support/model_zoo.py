@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from nimblec.base.errors import CompileError
 from nimblec.graph.definitions import Interpreter
 from nimblec.kernels.gpu import SM_90
-from nimblec.optimize.o2 import TRITON_NORMS, first
+from nimblec.optimize.o2 import TRITON, first
 from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.pytorch.model import place
 
@@ -194,7 +194,7 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
         expected = [leaf for leaf in pytree.tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
         model = place(module, inputs, device="cpu")
         runs = Runs(model, Setting(device="cuda", use=first(SM_90)))
-        rewritten, *kernels = TRITON_NORMS.pipelines[:-1]  # no regions: torch computes the calls by their definitions
+        rewritten, *kernels = TRITON.pipelines[:-1]  # no regions: torch computes the calls by their definitions
         graphs = [runs(*pipelines).module for pipelines in ((), (rewritten,), (rewritten, *kernels))]
         given = [tensor for _, tensor in model.inputs]
         errors = [

@@ -14,7 +14,7 @@ from nimblec.graph.definitions import Interpreter
 from nimblec.graph.recorder import Recorder
 from nimblec.graph.rewriter import Rewriter, copied
 from nimblec.kernels.gpu import SM_90
-from nimblec.optimize.o2 import KERNELS, NORMS, first
+from nimblec.optimize.o2 import KERNELS, first
 from nimblec.optimize.pipeline import Setting
 from nimblec.pytorch.aten_graph import trace
 
@@ -80,10 +80,8 @@ def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of an optimised graph with Triton kernels wherever -O2's pipelines apply them."""
-    for pipeline in (KERNELS, NORMS):
-        module = pipeline(module, Setting(use=first(SM_90)))
-    return module
+    """Return a copy of an optimised graph with Triton kernels wherever -O2 applies them."""
+    return KERNELS(module, Setting(use=first(SM_90)))
 
 
 def assert_same(before: fx.GraphModule, after: fx.GraphModule, *inputs: Tensor, rtol: float | None = None) -> None:
