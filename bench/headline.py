@@ -42,8 +42,8 @@ def markdown() -> str:
     return (
         f"- **{faster:.2f}x** the speed of torch.compile: GPU time of all kernels at `-O2` and batch 1 on an "
         f"{gpu(inference)},\n"
-        f"  geometric mean over {networks} networks; {trained:.2f}x for calls of training steps of "
-        f"{len(training.NETWORKS)} at batch 32{elsewhere}.\n"
+        f"  geometric mean over {networks} networks; {trained:.2f}x for calls of training steps, over "
+        f"{len(training.NETWORKS)} networks at batch 32{elsewhere}.\n"
         f"- **{gain:.2f}x** from scheduling alone: the framework's own kernels on several streams instead of one,\n"
         f"  geometric mean over {branching} networks.\n"
         f"- **{passed:,} of {cases:,}** core cases of ONNX's backend tests pass on the CUDA target's import."

@@ -125,8 +125,8 @@ def markdown(results: dict[str, Any]) -> str:
         _lines(["model", "eager: allocated / reserved", "compile", "compile: graph", *LEVELS], _memory(models)),
     )
     lost = ", ".join(f"{name} {batch or 'never'}" for name, batch in nothing_won(models).items())
-    below = "Memory of a plan: arena + state + weights / by the driver."
-    below += f" From this batch nothing is won: {lost}." if lost else ""
+    below = "Memory of a plan: arena + state + weights / as the driver counts it."
+    below += f" Smallest measured batch at which a plan is no faster than torch.compile: {lost}." if lost else ""
     return "\n\n".join((*tables, below, environment.provenance(results)))
 
 
