@@ -16,7 +16,7 @@ _PRODUCTS = linear, linear_and_moments, linear_moments_and_fp8
 
 
 def write_fp8(module: fx.GraphModule) -> None:
-    """Have launches write the e4m3 that products read: instead of float16 if nothing else reads the result, else too."""
+    """Have launches write the e4m3 that products read, and float16 only where something else reads the result, too."""
     rewriter = Rewriter(module)
     rewriter.propagate()
     for maker in rewriter.calls(linear, linear_and_moments, attention, layer_norm):
