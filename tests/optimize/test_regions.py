@@ -406,6 +406,17 @@ def test_inductor_compiles_each_kind_of_region_once() -> None:
     assert compile_regions(before).code == after.code
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_resizing_of_images_is_generated(mode: str) -> None:
+    """The library would compute it in a kernel of its own, and no plan for an absent GPU could."""
+    before = record(lambda x: F.interpolate(x, scale_factor=1.5, mode=mode) * 2, IMAGE)
+    compiled = inductor.compile_graph(before, [IMAGE])
+    with _Seen() as seen:
+        (result,) = compiled([IMAGE])
+    assert not any("upsample" in name for name in seen.names)
+    torch.testing.assert_close(result, before(IMAGE)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_inputs_that_lie_otherwise_than_inferred() -> None:
     x = torch.randn(8, 8)
     after = compile_regions(record(lambda x: torch.cosh(x * 3) + x, x))

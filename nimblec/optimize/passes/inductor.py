@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,6 +40,9 @@ OPTIONS: Mapping[str, Any] = {
     "cpp_wrapper": False,
 }
 """Inductor's settings: results have eager's strides; kernels are named after the calls that they fuse."""
+
+_RESIZED = [torch.ops.aten.upsample_bilinear2d, torch.ops.aten.upsample_bicubic2d, torch.ops.aten.upsample_trilinear3d]
+"""Calls that torch decomposes while it traces autograd, so that Inductor's own table lacks them."""
 
 REFUSAL = RuntimeError
 """What Inductor raises for a region that it cannot compile; its own errors and NotImplementedError derive from it."""
@@ -157,7 +161,8 @@ def compile_graph(
     inputs = [_like(tensor, mode) for tensor in like]
     with torch.no_grad(), config.patch(dict(OPTIONS)):
         with mode:
-            decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+            table = select_decomp_table() | get_decompositions(_RESIZED)
+            decomposed = make_fx(module, decomposition_table=table)(*inputs)
         output = decomposed.graph.output_node()
         results = tuple(argument(output, 0))
         output.args = (results,)
