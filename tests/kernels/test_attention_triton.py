@@ -13,9 +13,8 @@ pytestmark = needs_triton
 INTERPRET = """
 import torch
 from triton.runtime import interpreter
-from nimblec.kernels.reductions.attention_op import attended, attention_launch
-from nimblec.kernels.reductions.attention_shapes import attention_shape
-from nimblec.kernels.reductions.attention_tilings import AttentionTiling
+from nimblec.kernels.launch import prepared
+from nimblec.kernels.reductions.attention_op import attended, attention
 
 # Triton 3.6 reads the bound of a loop from an array of one element, which NumPy no longer does.
 patch = interpreter._patch_lang_tensor
@@ -35,12 +34,11 @@ def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_s
     key, value = (part.unflatten(-1, (key_heads, -1)).transpose(1, 2) for part in (key, value))
     if how.get("key_first"):
         key = key.contiguous().mT.contiguous().mT
-    shape = attention_shape(query, key, value, mask, causal=causal)
-    out = torch.full((batch, queries, heads, value_size), torch.nan, dtype=dtype)
-    attention_launch(shape, AttentionTiling.of(tiling), query=query, key=key, value=value, mask=mask, out=out,
-        scale=0.2, trigger="none")()
+    made = prepared(attention, query, key, value, mask, causal, 0.2, tiling, "none")
+    made.results.fill_(torch.nan)
+    made.launch()
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
-    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(made.results.float(), expected, atol=2e-3, rtol=2e-3)
 
 def hidden(*shape, share=0.5):
     bits = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share

@@ -11,8 +11,8 @@ pytestmark = needs_triton
 
 INTERPRET = """
 import torch
-from nimblec.kernels.reductions.norm_op import norm_launch, norm_shape, normalized
-from nimblec.kernels.reductions.norm_tilings import NormTiling
+from nimblec.kernels.launch import prepared
+from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, normalized
 
 def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=False, shift=0.0, **dtypes):
     torch.manual_seed(0)
@@ -21,10 +21,13 @@ def check(rows, columns, tiling, *, rms=False, weight=True, bias=True, residual=
     w = torch.randn(columns, dtype=dtypes.get("weights", torch.float16)) if weight else None
     b = torch.randn(columns).half() if bias else None
     other = torch.randn(rows, columns).to(dtype) if residual else None
-    total = torch.full_like(x, torch.nan) if residual else None
-    out = torch.full((rows, columns), torch.nan, dtype=out_dtype)
-    norm_launch(norm_shape(x, rms=rms), NormTiling.of(tiling), x=x, residual=other, weight=w, bias=b, total=total,
-        out=out, eps=1e-5, trigger="none")()
+    op, read = (add_layer_norm, (x, other)) if residual else (layer_norm, (x,))
+    made = prepared(op, *read, w, b, 1e-5, rms, out_dtype, tiling, "none")
+    out, total = made.results if residual else (made.results, None)
+    out.fill_(torch.nan)
+    if residual:
+        total.fill_(torch.nan)
+    made.launch()
     if residual:
         x = x + other
         torch.testing.assert_close(total, x, atol=0, rtol=0)

@@ -150,10 +150,14 @@ def test_tilings_fit_a_gpu(size: tuple[int, ...], gpu: GPU) -> None:
 INTERPRET = """
 import random, torch
 from torch.nn import functional
-from nimblec.kernels.launch import Launch
-from nimblec.kernels.reductions.pool_op import mean_launch, pool_launch, pooling_shape
-from nimblec.kernels.reductions.pool_shapes import lies_channels_last, means_of
-from nimblec.kernels.reductions.pool_tilings import PoolTiling
+from nimblec.kernels.launch import prepared
+from nimblec.kernels.reductions.pool_op import mean2d, pool2d
+
+def launched(op, *args, filled):
+    made = prepared(op, *args, "none")
+    made.results.fill_(filled)
+    made.launch()
+    return made.results
 
 def images(size, dtype, layout):
     x = torch.randn(size, dtype=torch.float32).to(dtype)
@@ -171,12 +175,8 @@ def bits(x):
 
 def pool(x, tiling, kernel, stride, padding=(0, 0), dilation=(1, 1), ceil=False, kind="max", divisor=None,
          activation="none"):
-    shape = pooling_shape(x, kernel, stride, padding, dilation, ceil)
-    is_last = lies_channels_last(x)
-    out = torch.full((*x.shape[:2], shape.out_height, shape.out_width), 7.0, dtype=x.dtype).contiguous(
-        memory_format=torch.channels_last if is_last else torch.contiguous_format)
-    pool_launch(shape, PoolTiling.of(tiling), x=x, out=out, kind=kind, divisor=divisor, activation=activation,
-        trigger="none")()
+    geometry = kernel, stride, padding, dilation, ceil
+    out = launched(pool2d, x, kind, *geometry, divisor, activation, tiling, filled=7.0)
     if kind == "max":
         expected = functional.max_pool2d(x, kernel, stride, padding, dilation, ceil)
         if activation == "none":
@@ -217,8 +217,7 @@ def at_random(seed):
 def mean(size, tiling, layout, dtype=torch.float16, activation="none"):
     torch.manual_seed(0)
     x = images(size, dtype, layout) + 1
-    out = torch.full((*size[:2], 1, 1), torch.nan, dtype=dtype)
-    mean_launch(means_of(x), PoolTiling.of(tiling), x=x, out=out, activation=activation, trigger="none")()
+    out = launched(mean2d, x, False, activation, tiling, filled=torch.nan)
     expected = x.float().mean((2, 3), keepdim=True)
     expected = expected if activation == "none" else getattr(torch, activation)(expected)
     torch.testing.assert_close(out, expected.to(dtype), atol=1e-3, rtol=1e-3)

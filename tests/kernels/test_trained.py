@@ -264,13 +264,8 @@ def test_tilings_fit_a_gpu(itemsize: int, gpu: GPU) -> None:
 INTERPRET = """
 import random
 import torch
-from nimblec.kernels.images import convolution_shape
-from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
-from nimblec.kernels.products.gemm_tilings import Tiling
-from nimblec.kernels.products.trained_launches import (
-    Cut, depthwise_images_launch, depthwise_weights_launch, images_launch, weights_launch
-)
-from nimblec.kernels.products.trained_tilings import DepthwiseSum
+from nimblec.kernels.launch import prepared
+from nimblec.kernels.products.trained_op import *
 
 aten = torch.ops.aten
 
@@ -304,34 +299,34 @@ def at_random(seed):
     of_x, of_weight, _ = aten.convolution_backward(*doubles, *geometry, [True, True, False])
     lay = r.choice([laid, laid, part])
     x, grad, weight = lay(x), lay(grad), laid(weight)
-    shape = convolution_shape(x, made, kernel, stride, padding, dilation)
     bias = torch.randn(made).to(dtype) if r.random() < 0.5 else None
     y = y if bias is None else y + bias.double()[:, None, None]
     split, counters = r.choice([1, 1, 2, 3, 7]), torch.zeros(4096, dtype=torch.int32)
 
-    def check(launch, like, **named):
-        out = laid(torch.full(like.shape, torch.nan, dtype=dtype))
-        launch(shape, out=out, **named)()
+    window, size = (*stride, *padding, *dilation), x.shape[2:]
+
+    def check(op, like, *args, **named):
+        made = prepared(op, *args, "none", **named)
+        out = made.results.fill_(torch.nan)
+        made.launch()
         assert not counters.any()
         tolerance = 2e-3 if dtype is torch.float32 else 4e-2
         torch.testing.assert_close(out.double(), like, atol=tolerance, rtol=tolerance)
 
-    def cut():
-        numbers = r.choice([16, 32]), r.choice([16, 32]), r.choice([16, 32])
-        tiling = Tiling(**dict(zip(("block_m", "block_n", "block_k"), numbers)), split_k=split)
-        return Cut(tiling=tiling, counters=counters, trigger="none", arithmetic="tf32x3")
-
     if is_depthwise:
-        tiling = DepthwiseSum(block_m=r.choice([1, 2, 4]), block_c=r.choice([16, 32]), split_k=split)
-        check(depthwise_weights_launch, of_weight, tiling=tiling, grad=grad, x=x, counters=counters, trigger="none")
-        tile = DepthwiseTiling(block_m=r.choice([16, 64]), block_c=r.choice([16, 32]), num_warps=r.choice([1, 4]))
-        how = {"tiling": tile, "weight": weight, "trigger": "none"}
-        check(depthwise_images_launch, y, source=x, bias=bias, is_gradient=False, **how)
-        check(depthwise_images_launch, of_x, source=grad, bias=None, is_gradient=True, **how)
+        tiling = r.choice([1, 2, 4]), r.choice([16, 32]), split, 4
+        check(depthwise_weight_gradient, of_weight, grad, x, counters, kernel, window, tiling)
+        tile = r.choice([16, 64]), r.choice([16, 32]), r.choice([1, 4])
+        check(depthwise_convolution, y, x, weight, bias, window, tile)
+        check(depthwise_image_gradient, of_x, grad, weight, size, window, tile)
     else:
-        check(images_launch, y, cut=cut(), source=x, weight=weight, bias=bias, is_gradient=False)
-        check(images_launch, of_x, cut=cut(), source=grad, weight=weight, bias=None, is_gradient=True)
-        check(weights_launch, of_weight, cut=cut(), grad=grad, x=x)
+        def end():
+            return window, (r.choice([16, 32]), r.choice([16, 32]), r.choice([16, 32]), split, 4, 2)
+
+        exact = {"arithmetic": "tf32x3"}
+        check(trained_convolution, y, x, weight, bias, counters, *end(), **exact)
+        check(image_gradient, of_x, grad, weight, counters, size, *end(), **exact)
+        check(weight_gradient, of_weight, grad, x, counters, kernel, *end(), **exact)
 """
 
 SEEDS = 40

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from nimblec.kernels.reference import Prologue, finish
 from nimblec.kernels.shapes import Convolution, product
-from nimblec.kernels.products.depthwise_op import depthwise_launch, pack_depthwise
+from nimblec.kernels.products import depthwise_op
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.launch import prepared
 from nimblec.kernels.products.gemm_op import convolution_launch, linear
@@ -94,19 +94,17 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
               before="", gate=False, slices=1, multiplier=1):
     torch.manual_seed(0)
     two, out = lambda n: (n, n), channels * multiplier
-    shape = Convolution(batch=2, height=size[0], width=size[1], channels=channels, out_channels=out,
-        kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
-        pixel_stride=channels * slices)
-    tiling = DepthwiseTiling.of(tiling)
     x = torch.randn(2, *size, channels * slices).half()[..., :channels].permute(0, 3, 1, 2)
     weight, b = torch.randn(out, 1, kernel, kernel).half(), torch.randn(out).half()
-    y = torch.full((2, out, shape.out_height, shape.out_width), torch.nan).half()
-    y = y.contiguous(memory_format=torch.channels_last)
-    r = torch.randn_like(y) if residual else None
     read = prologue(channels, 2, before, gate)
-    depthwise_launch(shape, tiling, x=x, weight=pack_depthwise(weight, tiling), bias=b, residual=r,
-        prologue=read, out=y, activation=activation, trigger="none")()
     total = functional.conv2d(read(x.float()), weight.float(), b.float(), stride, padding, dilation, channels)
+    r = torch.randn(total.shape).half().contiguous(memory_format=torch.channels_last) if residual else None
+    packed = depthwise_op.pack_depthwise(weight, DepthwiseTiling.of(tiling))
+    geometry = (two(number) for number in (kernel, stride, padding, dilation))
+    made = prepared(depthwise_op.depthwise, x, packed, b, r, out, *geometry, activation, tiling, "none",
+        scale=read.scale, shift=read.shift, gate=read.gate, before=read.activation)
+    y = made.results.fill_(torch.nan)
+    made.launch()
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
 """
 
@@ -159,8 +157,8 @@ from dataclasses import replace
 from nimblec.kernels.compiling import compile_job
 from nimblec.kernels.reference import Prologue
 from nimblec.kernels.shapes import Convolution, product
-from nimblec.kernels.products.depthwise_op import depthwise_launch
-from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
+from nimblec.kernels.launch import launch_of
+from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.gemm_op import convolution_launch
 from nimblec.kernels.products.gemm_reference import RowNorm
 from nimblec.kernels.products.gemm_tilings import Tiling
@@ -207,10 +205,10 @@ for rms in (None, False, True):
     assert "wgmma.mma_async" in ptx
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg.shared.global")
     assert ("rsqrt" in ptx) == (rms is not None)
-shape = Convolution(batch=1, height=14, width=14, channels=96, out_channels=96, kernel=(3, 3), padding=(1, 1))
 half = empty(torch.bfloat16)
-launch = depthwise_launch(shape, DepthwiseTiling(block_m=8, block_c=32), x=half, weight=half, bias=half, residual=None,
-    out=half, activation="relu6", trigger="late")
+images = torch.empty(1, 96, 14, 14, dtype=torch.bfloat16, device="meta").contiguous(memory_format=torch.channels_last)
+geometry = [3, 3], [1, 1], [1, 1], [1, 1]
+launch = launch_of(depthwise, images, half, half, None, 96, *geometry, "relu6", [8, 32, 4], "late")
 ptx = ptx_of(launch.job)
 print(ptx.index("cp.async.bulk.prefetch.L2") < ptx.index("griddepcontrol.wait") < ptx.index("st.global"))
 """

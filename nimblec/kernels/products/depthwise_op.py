@@ -12,8 +12,8 @@ from torch.nn import functional
 from nimblec.kernels.images import channels_last, convolution_shape, laid_like, new_images
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
-from nimblec.kernels.reference import NO_PROLOGUE, Prologue, finish
-from nimblec.kernels.shapes import Convolution, ceil_div
+from nimblec.kernels.reference import Prologue, finish
+from nimblec.kernels.shapes import ceil_div
 
 
 def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
@@ -22,43 +22,6 @@ def pack_depthwise(weight: Tensor, tiling: DepthwiseTiling) -> Tensor:
     tiles = ceil_div(channels, tiling.block_c)
     padded = functional.pad(weight.reshape(channels, taps), (0, 0, 0, tiles * tiling.block_c - channels))
     return padded.reshape(tiles, tiling.block_c, taps).transpose(1, 2).contiguous()
-
-
-def depthwise_launch(
-    shape: Convolution,
-    tiling: DepthwiseTiling,
-    *,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str,
-    trigger: str,
-    prologue: Prologue = NO_PROLOGUE,
-) -> Launch:
-    """Return the launch that writes the convolution of ``x`` to ``out`` (rows, channels in their memory order)."""
-    return Launch(
-        template="nimblec.kernels.products.depthwise_template:depthwise",
-        blocks=tiling.blocks(shape),
-        pointers={
-            "x_ptr": x,
-            "weight_ptr": weight,
-            "bias_ptr": bias,
-            "residual_ptr": residual,
-            **prologue.pointers,
-            "out_ptr": out,
-        },
-        settings={
-            **shape.settings,
-            "BEFORE": prologue.activation,
-            "ACTIVATION": activation,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_C": tiling.block_c,
-            "num_warps": tiling.num_warps,
-        },
-        trigger=trigger,
-    )
 
 
 def _depthwise(
@@ -80,17 +43,26 @@ def _depthwise(
 ) -> Prepared[Tensor]:
     x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
-    out = new_images(x, shape)
-    launch = depthwise_launch(
-        shape,
-        DepthwiseTiling.of(tiling),
-        x=x,
-        weight=weight,
-        bias=bias,
-        residual=laid_like(residual, out),
-        prologue=Prologue(activation=before, **factors),
-        out=out,
-        activation=activation,
+    out, prologue, tile = new_images(x, shape), Prologue(activation=before, **factors), DepthwiseTiling.of(tiling)
+    launch = Launch(
+        template="nimblec.kernels.products.depthwise_template:depthwise",
+        blocks=tile.blocks(shape),
+        pointers={
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "residual_ptr": laid_like(residual, out),
+            **prologue.pointers,
+            "out_ptr": out,
+        },
+        settings={
+            **shape.settings,
+            "BEFORE": prologue.activation,
+            "ACTIVATION": activation,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_C": tile.block_c,
+            "num_warps": tile.num_warps,
+        },
         trigger=trigger,
     )
     return Prepared(out, launch)

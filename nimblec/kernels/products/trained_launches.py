@@ -1,4 +1,4 @@
-"""The launches of convolutions of trained weights, and of the gradients of their images and weights."""
+"""The launches of convolutions of trained weights, and of the gradients of their images."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,10 +12,10 @@ from nimblec.kernels.launch import Launch
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import CUT_OFF
-from nimblec.kernels.products.trained_tilings import DepthwiseSum, image_product, weight_product
+from nimblec.kernels.products.trained_tilings import image_product
 from nimblec.kernels.shapes import Convolution
 
-_TEMPLATES = "nimblec.kernels.products.trained_template"
+TEMPLATES = "nimblec.kernels.products.trained_template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,7 +78,7 @@ def images_launch(
     if is_gradient:
         of_channel, of_result = of_result, of_channel
     return Launch(
-        template=f"{_TEMPLATES}:images",
+        template=f"{TEMPLATES}:images",
         blocks=tiles * cut.tiling.split_k,
         pointers={
             "source_ptr": source,
@@ -112,7 +112,7 @@ def depthwise_images_launch(
 ) -> Launch:
     """Return a launch as `images_launch` does, for depthwise weights (channels, 1, height, width)."""
     return Launch(
-        template=f"{_TEMPLATES}:depthwise_images",
+        template=f"{TEMPLATES}:depthwise_images",
         blocks=tiling.blocks(image_product(shape) if is_gradient else shape),
         pointers={"source_ptr": source, "weight_ptr": weight, "bias_ptr": bias, "out_ptr": out},
         settings={
@@ -138,48 +138,3 @@ def _images_settings(shape: Convolution, source: Tensor, out: Tensor, *, is_grad
         "PIXEL_STRIDE": pixel_stride(source),
         "IS_GRADIENT": is_gradient,
     }
-
-
-def weights_launch(shape: Convolution, cut: Cut, *, grad: Tensor, x: Tensor, out: Tensor) -> Launch:
-    """Return the launch that writes the weights' gradient to ``out``, from images ``x`` and their results' gradient."""
-    tiles = prod(cut.tiling.tiles(weight_product(shape)))
-    return Launch(
-        template=f"{_TEMPLATES}:weights",
-        blocks=tiles * cut.tiling.split_k,
-        pointers={"grad_ptr": grad, "x_ptr": x, "out_ptr": out, **cut.pointers(tiles, out.device)},
-        settings={**shape.settings, "OUT_STRIDE": pixel_stride(grad), **cut.settings(x.dtype)},
-        trigger=cut.trigger,
-    )
-
-
-def depthwise_weights_launch(
-    shape: Convolution,
-    tiling: DepthwiseSum,
-    *,
-    grad: Tensor,
-    x: Tensor,
-    out: Tensor,
-    counters: Tensor | None,
-    trigger: str,
-) -> Launch:
-    """Return a launch as `weights_launch` does, for depthwise weights."""
-    tiles, size = prod(tiling.tiles(shape)), tiling.places(shape) * tiling.block_c
-    return Launch(
-        template=f"{_TEMPLATES}:depthwise_weights",
-        blocks=tiles * tiling.split_k,
-        pointers={
-            "grad_ptr": grad,
-            "x_ptr": x,
-            "out_ptr": out,
-            **shared_sums(tiling.split_k, tiles, size, counters, out.device),
-        },
-        settings={
-            **{name: value for name, value in shape.settings.items() if name != "CHANNELS"},
-            "OUT_STRIDE": pixel_stride(grad),
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_C": tiling.block_c,
-            "SPLIT_K": tiling.split_k,
-            "num_warps": tiling.num_warps,
-        },
-        trigger=trigger,
-    )

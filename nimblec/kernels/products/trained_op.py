@@ -6,25 +6,26 @@ each a pair, as ``aten.convolution`` takes them.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nimblec.kernels.images import channels_last, convolution_shape, new_images
-from nimblec.kernels.launch import Prepared, define_op
+from nimblec.kernels.images import channels_last, convolution_shape, new_images, pixel_stride
+from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.products.gemm_reference import as_multiplied
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.trained_launches import (
+    TEMPLATES,
     Cut,
     depthwise_images_launch,
-    depthwise_weights_launch,
     images_launch,
     scale,
-    weights_launch,
+    shared_sums,
 )
-from nimblec.kernels.products.trained_tilings import DepthwiseSum
+from nimblec.kernels.products.trained_tilings import DepthwiseSum, weight_product
 
 aten = torch.ops.aten
 
@@ -79,7 +80,15 @@ def _weight_gradient(
     grad, x = channels_last(grad), channels_last(x)
     shape = convolution_shape(x, grad.shape[1], kernel, *_pairs(window))
     out, cut = _new(x, shape.out_channels, shape.channels, *kernel), _cut(counters, tiling, trigger, arithmetic)
-    return Prepared(out, weights_launch(shape, cut, grad=grad, x=x, out=out))
+    tiles = prod(cut.tiling.tiles(weight_product(shape)))
+    launch = Launch(
+        template=f"{TEMPLATES}:weights",
+        blocks=tiles * cut.tiling.split_k,
+        pointers={"grad_ptr": grad, "x_ptr": x, "out_ptr": out, **cut.pointers(tiles, out.device)},
+        settings={**shape.settings, "OUT_STRIDE": pixel_stride(grad), **cut.settings(x.dtype)},
+        trigger=trigger,
+    )
+    return Prepared(out, launch)
 
 
 def _depthwise_convolution(
@@ -118,7 +127,26 @@ def _depthwise_weight_gradient(
     grad, x = channels_last(grad), channels_last(x)
     shape = convolution_shape(x, grad.shape[1], kernel, *_pairs(window))
     out, cut = _new(x, shape.out_channels, 1, *kernel), DepthwiseSum.of(tiling)
-    launch = depthwise_weights_launch(shape, cut, grad=grad, x=x, out=out, counters=counters, trigger=trigger)
+    tiles, size = prod(cut.tiles(shape)), cut.places(shape) * cut.block_c
+    launch = Launch(
+        template=f"{TEMPLATES}:depthwise_weights",
+        blocks=tiles * cut.split_k,
+        pointers={
+            "grad_ptr": grad,
+            "x_ptr": x,
+            "out_ptr": out,
+            **shared_sums(cut.split_k, tiles, size, counters, out.device),
+        },
+        settings={
+            **{name: value for name, value in shape.settings.items() if name != "CHANNELS"},
+            "OUT_STRIDE": pixel_stride(grad),
+            "BLOCK_M": cut.block_m,
+            "BLOCK_C": cut.block_c,
+            "SPLIT_K": cut.split_k,
+            "num_warps": cut.num_warps,
+        },
+        trigger=trigger,
+    )
     return Prepared(out, launch)
 
 

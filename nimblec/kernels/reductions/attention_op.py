@@ -11,30 +11,28 @@ from torch.nn import functional
 
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.fp8 import to_bytes
-from nimblec.kernels.reductions.attention_shapes import Attention, Strides, attention_shape
+from nimblec.kernels.reductions.attention_shapes import Strides, attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, padded
 
 
-def attention_launch(
-    shape: Attention,
-    tiling: AttentionTiling,
-    *,
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    out: Tensor,
+    causal: bool,
     scale: float,
+    tiling: Sequence[int],
     trigger: str,
     out_factor: Tensor | None = None,
-) -> Launch:
-    """Return the launch that writes the attention to ``out`` (batch, queries, heads, value size), contiguous.
-
-    With ``out_factor`` it writes bytes of e4m3.
-    """
-    return Launch(
+) -> Prepared[Tensor]:
+    """Return the attention (batch, queries, heads, value size), contiguous; with ``out_factor`` in bytes of e4m3."""
+    shape, tile = attention_shape(query, key, value, mask, causal=causal), AttentionTiling.of(tiling)
+    dtype = query.dtype if out_factor is None else torch.uint8
+    out = query.new_empty((shape.batch, shape.queries, shape.heads, shape.value_size), dtype=dtype)
+    launch = Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
-        blocks=tiling.blocks(shape),
+        blocks=tile.blocks(shape),
         pointers={
             "query_ptr": query,
             "key_ptr": key,
@@ -56,43 +54,15 @@ def attention_launch(
             **_named("MASK", shape.mask_strides or (0, 0, 0, 0)),
             "CAUSAL": shape.causal,
             "SCALE": scale,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
             "BLOCK_D": padded(shape.size),
             "BLOCK_V": padded(shape.value_size),
-            "STAGES": tiling.num_stages,
-            "num_warps": tiling.num_warps,
-            "num_stages": tiling.num_stages,
+            "STAGES": tile.num_stages,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
         },
         trigger=trigger,
-    )
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float,
-    tiling: Sequence[int],
-    trigger: str,
-    out_factor: Tensor | None = None,
-) -> Prepared[Tensor]:
-    batch, heads, queries, _ = query.shape
-    dtype = query.dtype if out_factor is None else torch.uint8
-    out = query.new_empty((batch, queries, heads, value.shape[-1]), dtype=dtype)
-    launch = attention_launch(
-        attention_shape(query, key, value, mask, causal=causal),
-        AttentionTiling.of(tiling),
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        out=out,
-        scale=scale,
-        trigger=trigger,
-        out_factor=out_factor,
     )
     return Prepared(out, launch)
 

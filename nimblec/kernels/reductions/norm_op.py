@@ -16,51 +16,6 @@ from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling
 from nimblec.kernels.shapes import ceil_div
 
 
-def norm_launch(
-    shape: Norm,
-    tiling: NormTiling,
-    *,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    total: Tensor | None,
-    out: Tensor,
-    eps: float,
-    trigger: str,
-    rounded: Tensor | None = None,
-    factor: Tensor | None = None,
-) -> Launch:
-    """Return the launch of the norm of ``x``, or of ``total`` = ``x`` + ``residual``, to ``out``; all contiguous.
-
-    ``rounded`` receives the bytes of ``out * factor`` in e4m3.
-    """
-    return Launch(
-        template="nimblec.kernels.reductions.norm_template:norm",
-        blocks=ceil_div(shape.rows, tiling.block_r),
-        pointers={
-            "x_ptr": x,
-            "residual_ptr": residual,
-            "weight_ptr": weight,
-            "bias_ptr": bias,
-            "sum_ptr": total,
-            "rounded_ptr": rounded,
-            "factor_ptr": factor,
-            "out_ptr": out,
-        },
-        settings={
-            "ROWS": shape.rows,
-            "COLUMNS": shape.columns,
-            "EPS": eps,
-            "RMS": shape.rms,
-            "BLOCK_R": tiling.block_r,
-            "BLOCK_C": shape.width,
-            "num_warps": tiling.num_warps,
-        },
-        trigger=trigger,
-    )
-
-
 def norm_shape(x: Tensor, *, rms: bool) -> Norm:
     """Return the geometry of a contiguous tensor, normalised over its last axis."""
     assert x.is_contiguous(), f"a tensor of strides {x.stride()} has gaps between its rows"
@@ -97,19 +52,30 @@ def _add_layer_norm(
         assert residual.is_contiguous(), f"a residual of strides {residual.stride()} has gaps between its rows"
     out, total = x.new_empty(x.shape, dtype=dtype), None if residual is None else x.new_empty(x.shape)
     rounded = None if factor is None else x.new_empty(x.shape, dtype=torch.uint8)
-    launch = norm_launch(
-        norm_shape(x, rms=rms),
-        NormTiling.of(tiling),
-        x=x,
-        residual=residual,
-        weight=weight,
-        bias=bias,
-        total=total,
-        out=out,
-        eps=eps,
+    shape, tile = norm_shape(x, rms=rms), NormTiling.of(tiling)
+    launch = Launch(
+        template="nimblec.kernels.reductions.norm_template:norm",
+        blocks=ceil_div(shape.rows, tile.block_r),
+        pointers={
+            "x_ptr": x,
+            "residual_ptr": residual,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "sum_ptr": total,
+            "rounded_ptr": rounded,
+            "factor_ptr": factor,
+            "out_ptr": out,
+        },
+        settings={
+            "ROWS": shape.rows,
+            "COLUMNS": shape.columns,
+            "EPS": eps,
+            "RMS": shape.rms,
+            "BLOCK_R": tile.block_r,
+            "BLOCK_C": shape.width,
+            "num_warps": tile.num_warps,
+        },
         trigger=trigger,
-        rounded=rounded,
-        factor=factor,
     )
     return Prepared((out, total if rounded is None else rounded), launch)
 

@@ -4,7 +4,6 @@ Images (batch, channels, height, width) lie channels last or contiguous, and res
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,63 +11,12 @@ from torch.nn import functional
 
 from nimblec.kernels.images import pixel_stride
 from nimblec.kernels.launch import Launch, Prepared, define_op
-from nimblec.kernels.reductions.pool_shapes import KINDS, Means, Pooling, lies_channels_last, means_of
+from nimblec.kernels.reductions.pool_shapes import KINDS, Pooling, lies_channels_last, means_of
 from nimblec.kernels.reductions.pool_tilings import PoolTiling
 from nimblec.kernels.reference import ACTIVATIONS
 from nimblec.kernels.shapes import ceil_div, pair
 
 aten = torch.ops.aten
-
-
-def pool_launch(
-    shape: Pooling,
-    tiling: PoolTiling,
-    *,
-    x: Tensor,
-    out: Tensor,
-    kind: str,
-    divisor: int | None,
-    activation: str,
-    trigger: str,
-) -> Launch:
-    """Return the launch that pools windows of ``x`` to ``out`` (rows, channels in their memory order)."""
-    assert kind in KINDS, f"{kind} is none of {KINDS}"
-    return Launch(
-        template="nimblec.kernels.reductions.pool_template:pool",
-        blocks=tiling.blocks_over(shape.rows, shape.channels),
-        pointers={"x_ptr": x, "out_ptr": out},
-        settings={
-            **shape.settings,
-            "KIND": kind,
-            "DIVISOR": divisor or 0,
-            "ACTIVATION": activation,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_C": tiling.block_c,
-            "num_warps": tiling.num_warps,
-        },
-        trigger=trigger,
-    )
-
-
-def mean_launch(shape: Means, tiling: PoolTiling, *, x: Tensor, out: Tensor, activation: str, trigger: str) -> Launch:
-    """Return the launch that writes the mean over the pixels of ``x`` to ``out`` (images, channels)."""
-    return Launch(
-        template="nimblec.kernels.reductions.pool_template:mean",
-        blocks=shape.images * ceil_div(shape.channels, tiling.block_c),
-        pointers={"x_ptr": x, "out_ptr": out},
-        settings={
-            "PIXELS": shape.pixels,
-            "CHANNELS": shape.channels,
-            "IMAGE_STRIDE": shape.image_stride,
-            "PIXEL_STRIDE": shape.pixel_stride,
-            "CHANNEL_STRIDE": shape.channel_stride,
-            "ACTIVATION": activation,
-            "BLOCK_P": tiling.block_m,
-            "BLOCK_C": tiling.block_c,
-            "num_warps": tiling.num_warps,
-        },
-        trigger=trigger,
-    )
 
 
 def pooling_shape(
@@ -110,11 +58,26 @@ def _pool2d(
     tiling: Sequence[int],
     trigger: str,
 ) -> Prepared[Tensor]:
-    shape = pooling_shape(x, kernel, stride, padding, dilation, ceil_mode)
+    assert kind in KINDS, f"{kind} is none of {KINDS}"
+    shape, tile = pooling_shape(x, kernel, stride, padding, dilation, ceil_mode), PoolTiling.of(tiling)
     size = (*x.shape[:2], shape.out_height, shape.out_width)
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_format(lies_channels_last(x)))
-    how: dict[str, Any] = {"kind": kind, "divisor": divisor, "activation": activation, "trigger": trigger}
-    return Prepared(out, pool_launch(shape, PoolTiling.of(tiling), x=x, out=out, **how))
+    launch = Launch(
+        template="nimblec.kernels.reductions.pool_template:pool",
+        blocks=tile.blocks_over(shape.rows, shape.channels),
+        pointers={"x_ptr": x, "out_ptr": out},
+        settings={
+            **shape.settings,
+            "KIND": kind,
+            "DIVISOR": divisor or 0,
+            "ACTIVATION": activation,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_C": tile.block_c,
+            "num_warps": tile.num_warps,
+        },
+        trigger=trigger,
+    )
+    return Prepared(out, launch)
 
 
 def _pool2d_on_cpu(
@@ -139,9 +102,26 @@ def _pool2d_on_cpu(
 
 
 def _mean2d(x: Tensor, channels_last: bool, activation: str, tiling: Sequence[int], trigger: str) -> Prepared[Tensor]:
+    shape, tile = means_of(x), PoolTiling.of(tiling)
     size = (*x.shape[:2], 1, 1)
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_format(channels_last))
-    launch = mean_launch(means_of(x), PoolTiling.of(tiling), x=x, out=out, activation=activation, trigger=trigger)
+    launch = Launch(
+        template="nimblec.kernels.reductions.pool_template:mean",
+        blocks=shape.images * ceil_div(shape.channels, tile.block_c),
+        pointers={"x_ptr": x, "out_ptr": out},
+        settings={
+            "PIXELS": shape.pixels,
+            "CHANNELS": shape.channels,
+            "IMAGE_STRIDE": shape.image_stride,
+            "PIXEL_STRIDE": shape.pixel_stride,
+            "CHANNEL_STRIDE": shape.channel_stride,
+            "ACTIVATION": activation,
+            "BLOCK_P": tile.block_m,
+            "BLOCK_C": tile.block_c,
+            "num_warps": tile.num_warps,
+        },
+        trigger=trigger,
+    )
     return Prepared(out, launch)
 
 
