@@ -5,12 +5,21 @@
 
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization") a
 block starts while the kernel before still runs: it fetches weights, which nothing writes, into the L2 cache, then
-waits. All blocks wait, so the end of a kernel implies the end of all kernels before it. Starting the next kernel
-``early`` hides more of the launch than ``late``, after the wait, but its blocks may take room from blocks with work.
+waits. All blocks wait, so the end of a kernel implies the end of all kernels before it. They let the next kernel start
+after the wait: blocks that start earlier would hide more of their launch, but may take room from blocks with work.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait(TRIGGER: tl.constexpr):
+    """Wait for the kernels before, then let the next one start; do neither where kernels start one after another."""
+    if TRIGGER == "late":
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

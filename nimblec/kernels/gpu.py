@@ -1,11 +1,10 @@
 """Facts about a GPU: the one record that tilings, launches and timing depend on."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-Trigger = Literal["none", "late", "early"]
-"""When a launch lets the next one start: when it ends, after its own wait, or at its beginning."""
-TRIGGERS: tuple[Trigger, ...] = get_args(Trigger)
+Trigger = Literal["none", "late"]
+"""When a launch lets the next one start: when it ends, or after its own wait."""
 
 KIB = 1024
 

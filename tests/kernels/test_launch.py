@@ -20,7 +20,7 @@ from nimblec.base.errors import CompileError
 from nimblec.kernels import compiling
 from nimblec.kernels.call import Call, Made
 from nimblec.kernels.compiling import Job
-from nimblec.kernels.gpu import SM_90, TRIGGERS, Trigger
+from nimblec.kernels.gpu import SM_90, Trigger
 from nimblec.kernels.launch import Launch, launch_of, ops
 from nimblec.kernels.products.depthwise_op import depthwise
 from nimblec.kernels.products.gemm_op import (
@@ -51,6 +51,8 @@ OPTIONS = {
     *("debug", "sanitize_overflow", "enable_fp_fusion"),
 }
 """Triton's."""
+
+TRIGGERS: tuple[Trigger, ...] = ("none", "late")
 
 
 def _images(*shape: int) -> Tensor:

@@ -169,7 +169,7 @@ def empty(dtype=torch.float16):
 def job(shape, tiling, dtype=torch.float16, arithmetic="tf32", activation="relu", **given):
     named = {name: empty(dtype) for name in ("x", "weight", "out", "bias")}
     launch = convolution_launch(shape, Tiling.of(tiling), **{"residual": empty(dtype), **named, **given},
-        counters=empty(torch.int32), activation=activation, arithmetic=arithmetic)
+        counters=empty(torch.int32), activation=activation, trigger="late", arithmetic=arithmetic)
     return launch.job
 
 def ptx_of(job):
@@ -178,29 +178,28 @@ def ptx_of(job):
 shape = Convolution(batch=1, height=14, width=14, channels=256, out_channels=256, kernel=(3, 3), padding=(1, 1))
 wide = empty(torch.float32)
 whole = Prologue(scale=wide, shift=wide, gate=empty(), activation="relu")
-for tiling, trigger, before in (
-    ([64, 64, 64, 4, 4, 3], "late", Prologue()),
-    ([64, 64, 64, 4, 4, 3], "early", whole),
-    ([16, 32, 64, 1, 2, 3], "late", Prologue()),
+for tiling, before in (
+    ([64, 64, 64, 4, 4, 3], Prologue()),
+    ([64, 64, 64, 4, 4, 3], whole),
+    ([16, 32, 64, 1, 2, 3], Prologue()),
 ):
-    ptx = ptx_of(job(shape, tiling, trigger=trigger, prologue=before))
+    ptx = ptx_of(job(shape, tiling, prologue=before))
     products = []
     for arithmetic in ("tf32", "tf32x3"):
         gate = None if before.gate is None else wide
-        single = job(shape, tiling, torch.float32, arithmetic, trigger=trigger, prologue=replace(before, gate=gate))
+        single = job(shape, tiling, torch.float32, arithmetic, prologue=replace(before, gate=gate))
         products.append(len(re.findall("mma.*tf32", ptx_of(single))))
     assert 0 < 3 * products[0] <= products[1], products
     found = [word in ptx for word in ("wgmma.mma_async", "mma.sync", "atom.global.gpu.acq_rel")]
     wait = ptx.index("griddepcontrol.wait")
     launch = ptx.index("griddepcontrol.launch_dependents")
     fetch = ptx.index("cp.async.bulk.prefetch.L2")
-    early = launch < fetch < wait if trigger == "early" else fetch < wait < launch
     reads = min(ptx.find(word, 0) for word in ("cp.async.cg.shared.global", "st.global") if word in ptx)
-    print(*found, early, wait < reads)
+    print(*found, fetch < wait < launch, wait < reads)
 for rms in (None, False, True):
     moments = torch.empty(12, 2, 197, device="meta")
     norm = None if rms is None else RowNorm(moments=moments, column_sums=wide, eps=1e-5, rms=rms)
-    ptx = ptx_of(job(product(197, 768, 768), [64, 64, 64, 1, 4, 3], torch.bfloat16, activation="none", trigger="late",
+    ptx = ptx_of(job(product(197, 768, 768), [64, 64, 64, 1, 4, 3], torch.bfloat16, activation="none",
         residual=None, out_moments=wide, norm=norm))
     assert "wgmma.mma_async" in ptx
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg.shared.global")

@@ -8,9 +8,8 @@ A block computes some pixels of some channels. Its prologue, and how it starts e
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import activate, fetch_into_l2, prepare
+from nimblec.kernels.device import activate, fetch_into_l2, prepare, wait
 
 
 @triton.jit
@@ -46,8 +45,6 @@ def depthwise(
     TRIGGER: tl.constexpr,
 ):
     """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual; out is (rows, channels)."""
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_C: tl.constexpr = (OUT_CHANNELS + BLOCK_C - 1) // BLOCK_C
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     UNROLLED: tl.constexpr = TAPS if TAPS <= 64 else KERNEL_W
@@ -73,10 +70,7 @@ def depthwise(
     left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32) + bias[None, :]
     for begin in tl.range(0, TAPS, UNROLLED):

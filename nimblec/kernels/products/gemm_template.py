@@ -23,9 +23,8 @@ which is exact.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import activate, add_parts, fetch_into_l2, leave_part, part_ptrs, prepare, store
+from nimblec.kernels.device import activate, add_parts, fetch_into_l2, leave_part, part_ptrs, prepare, store, wait
 
 
 @triton.jit
@@ -87,8 +86,6 @@ def convolution(
     what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
     With an out factor (1,), the copy of out is e4m3; without a copy, out is.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
     DEPTH: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
@@ -146,10 +143,7 @@ def convolution(
     out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
     exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     # The load runs while the sum is computed.
     if residual_ptr is not None and SPLIT_K == 1:

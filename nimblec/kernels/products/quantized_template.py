@@ -9,9 +9,8 @@ It divides the work as `nimblec.kernels.products.gemm_template` does. Tensor cor
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import add_parts, fetch_into_l2, leave_part, part_ptrs
+from nimblec.kernels.device import add_parts, fetch_into_l2, leave_part, part_ptrs, wait
 
 EXACT = tl.constexpr(12582912.0)
 """1.5 * 2**23: numbers of this size are whole, so adding it rounds a small number, to even."""
@@ -58,8 +57,6 @@ def quantized_convolution(
     Levels are those of `nimblec.kernels.products.quantized_op.Levels`: padding reads the zero point of x if
     ``HAS_ZERO``, and the rounded numbers are rounded once more, with the residual, if ``IS_REQUANTIZED``.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (KERNEL_H * KERNEL_W * CHANNELS + BLOCK_K - 1) // BLOCK_K
@@ -91,10 +88,7 @@ def quantized_convolution(
     corner = ((rows // (OUT_HEIGHT * OUT_WIDTH) * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
     exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
     out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
     # The load runs while the sum is computed.

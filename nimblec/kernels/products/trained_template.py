@@ -11,9 +11,8 @@ compensates for the bits of float32 factors that tensor cores cut off.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import leave_part, part_ptrs
+from nimblec.kernels.device import leave_part, part_ptrs, wait
 
 
 @triton.jit
@@ -57,8 +56,6 @@ def images(
     Rows are pixels of the result, columns its channels, bias (out channels,); the sum runs over (kernel height, kernel
     width, channels of the source). The strides of weight are of its tap, of the source's channel and of the column.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
     DEPTH: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
@@ -81,10 +78,7 @@ def images(
     left = first_tap(rows % WIDTH, STRIDE_W, PADDING_W, IS_GRADIENT)
     is_row, is_column = rows < ROWS, columns < OUT_CHANNELS
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -162,8 +156,6 @@ def weights(
     Of x (pixels, channels) and the gradient (rows, out channels) of what the convolution made of it; the sum runs
     over the gradient's rows.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     COLUMNS: tl.constexpr = KERNEL_H * KERNEL_W * CHANNELS
     TILES_M: tl.constexpr = (OUT_CHANNELS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
@@ -185,10 +177,7 @@ def weights(
     across = (tap % KERNEL_W * DILATION_W)[None, :]
     is_made, is_column = made < OUT_CHANNELS, columns < COLUMNS
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for n in tl.range(0, PART):
@@ -241,8 +230,6 @@ def depthwise_images(
 
     Weights are (channels, kernel height, kernel width); otherwise as `images`, without tensor cores.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     SIGN: tl.constexpr = -1 if IS_GRADIENT else 1
     APART_H: tl.constexpr = STRIDE_H if IS_GRADIENT else 1
     APART_W: tl.constexpr = STRIDE_W if IS_GRADIENT else 1
@@ -257,10 +244,7 @@ def depthwise_images(
     is_channel = channel < CHANNELS
     exists = (rows < ROWS)[:, None] & is_channel[None, :]
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     if bias_ptr is not None:
@@ -311,8 +295,6 @@ def depthwise_weights(
 
     Otherwise as `weights`; a block sums some channels over a part of the rows, ``BLOCK_M`` at a time.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     PLACES: tl.constexpr = triton.next_power_of_2(TAPS)
     TILES: tl.constexpr = (OUT_CHANNELS + BLOCK_C - 1) // BLOCK_C
@@ -327,10 +309,7 @@ def depthwise_weights(
     down = (tap // KERNEL_W * DILATION_H)[:, None]
     across = (tap % KERNEL_W * DILATION_W)[:, None]
 
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     sums = tl.zeros((PLACES, BLOCK_M, BLOCK_C), tl.float32)
     for n in tl.range(0, PART):

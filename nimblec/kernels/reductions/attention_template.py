@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
-# ruff: noqa: C901, PLR0912, PLR0915, SIM108 - one kernel; branches are taken while it is compiled
+# ruff: noqa: PLR0915, SIM108 - one kernel; branches are taken while it is compiled
 """The Triton kernel of attention for short sequences: softmax(queries keys^T scale + mask) values.
 
 A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
@@ -10,9 +10,8 @@ that a block reads but the factor may come from the kernel before, so it waits f
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import store
+from nimblec.kernels.device import store, wait
 
 
 @triton.jit
@@ -60,8 +59,6 @@ def attention(
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
     Where all keys of a query are hidden its result is zero.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     STEPS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -83,10 +80,7 @@ def attention(
     value_ptr += batch * VALUE_BATCH + head // GROUP * VALUE_HEAD
     is_row = (rows < QUERIES)[:, None]
     out_factor = None if out_factor_ptr is None else tl.load(out_factor_ptr)
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     queries = _load(query_ptr + query_offsets, is_row, (deep < SIZE)[None, :], QUERIES % BLOCK_M, SIZE % BLOCK_D)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
-# ruff: noqa: C901, PLR0915 - one kernel; branches are taken while it is compiled
+# ruff: noqa: PLR0915 - one kernel; branches are taken while it is compiled
 """The Triton kernel of one query's attention to a cache of keys and values, which gets the new key and value.
 
 A block computes one head of one sequence, without tensor cores: they would multiply 15 rows of nothing. The block
@@ -11,7 +11,8 @@ reads it in one step does so before the wait for the kernel before (`nimblec.ker
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from nimblec.kernels.device import wait
 
 
 @triton.jit
@@ -69,8 +70,6 @@ def cached_attention(
     query. A mask of bits says which keys are read, any other is added to the scores. With cosines and sines (batch,
     size), query and new key are rotated by them.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     STEPS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
     LOG2E: tl.constexpr = 1.4426950408889634
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
@@ -90,10 +89,7 @@ def cached_attention(
         is_key = (within < KEYS)[:, None]
         keys = tl.load(key_ptrs, mask=is_key & is_deep[None, :], other=0.0)
         values = tl.load(value_ptrs, mask=is_key & is_across[None, :], other=0.0)
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     position = tl.load(position_ptr + batch * POSITION_BATCH)
     tl.device_assert((position >= 0) & (position < KEYS), "the position of a key is outside of the cache")

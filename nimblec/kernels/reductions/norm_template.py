@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
-# ruff: noqa: C901, N803 - branches are taken while it is compiled; constants in capitals, as in Triton's own kernels
+# ruff: noqa: N803 - constants known to the compiler in capitals, as in Triton's own kernels
 """The Triton kernel of layer norm and RMS norm over the last axis, with a residual added before it.
 
 A block holds some whole rows in registers, so that the mean comes before the differences from it. It loads weight, bias
@@ -9,9 +9,8 @@ says.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import store
+from nimblec.kernels.device import store, wait
 
 
 @triton.jit
@@ -36,8 +35,6 @@ def norm(
 
     With a factor, the result times the factor is also stored in e4m3.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_C)
     is_column = columns < COLUMNS
@@ -48,10 +45,7 @@ def norm(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
     factor = None if factor_ptr is None else tl.load(factor_ptr)
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
-# ruff: noqa: C901, PLR0912, PLR0124 - branches are taken while it is compiled; a NaN is no number, not itself
+# ruff: noqa: PLR0124 - branches are taken while it is compiled; a NaN is no number, not itself
 """The Triton kernels of pooling: maxima and averages of windows, and means of whole images.
 
 All that they read may come from the kernel before, so they wait first (`nimblec.kernels.device`).
@@ -8,9 +8,8 @@ All that they read may come from the kernel before, so they wait first (`nimblec
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nimblec.kernels.device import activate
+from nimblec.kernels.device import activate, wait
 
 
 @triton.jit
@@ -45,8 +44,6 @@ def pool(
     in the images ("average"), or in the images and their padding ("padded average"). A maximum is NaN where one
     pixel is, the last one's; of equal ones it is the first; where no pixel is there it is -inf, an average 0.
     """
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_C: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     UNROLLED: tl.constexpr = TAPS if TAPS <= 32 else KERNEL_W
@@ -58,10 +55,7 @@ def pool(
     left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
     exists = (rows < ROWS)[:, None] & (channels < CHANNELS)[None, :]
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     if KIND == "max":
         result = tl.full((BLOCK_M, BLOCK_C), float("-inf"), tl.float32)
@@ -110,8 +104,6 @@ def mean(
     TRIGGER: tl.constexpr,
 ):
     """Average the pixels of x (images, pixels, channels), by its strides, to out (images, channels) without gaps."""
-    if TRIGGER == "early":
-        gdc_launch_dependents()
     TILES_C: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     block = tl.program_id(0)
     image = block // TILES_C
@@ -120,10 +112,7 @@ def mean(
     exists = (channels < CHANNELS)[None, :]
     offsets = within[:, None] * PIXEL_STRIDE + channels[None, :] * CHANNEL_STRIDE
     x_ptr += image * IMAGE_STRIDE
-    if TRIGGER != "none":
-        gdc_wait()
-    if TRIGGER == "late":
-        gdc_launch_dependents()
+    wait(TRIGGER)
 
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for begin in tl.range(0, PIXELS, BLOCK_P):
