@@ -91,53 +91,28 @@ def _speed(capability: tuple[int, int]) -> Speed:
     return Speed() if capability[0] in {9, 10} else Speed(narrow=1)
 
 
-SM_80 = GPU(
-    capability=(8, 0),
-    multiprocessors=108,
-    shared_per_block=163 * KIB,
-    l2=40 * KIB * KIB,
-    speed=_speed((8, 0)),
-)
+def _gpu(capability: tuple[int, int], *names: str, multiprocessors: int, shared_kib: int, l2_mib: int) -> GPU:
+    """Return the record of a GPU, with sizes in KiB and MiB."""
+    return GPU(
+        capability=capability,
+        multiprocessors=multiprocessors,
+        shared_per_block=shared_kib * KIB,
+        l2=l2_mib * KIB * KIB,
+        speed=_speed(capability),
+        names=names,
+    )
+
+
+SM_80 = _gpu((8, 0), multiprocessors=108, shared_kib=163, l2_mib=40)
 """A100."""
-SM_86 = GPU(
-    capability=(8, 6),
-    multiprocessors=82,
-    shared_per_block=99 * KIB,
-    l2=6 * KIB * KIB,
-    speed=_speed((8, 6)),
-)
+SM_86 = _gpu((8, 6), multiprocessors=82, shared_kib=99, l2_mib=6)
 """GeForce RTX 3090; A10 and A40 are alike."""
-SM_89 = GPU(
-    capability=(8, 9),
-    multiprocessors=142,
-    shared_per_block=99 * KIB,
-    l2=96 * KIB * KIB,
-    speed=_speed((8, 9)),
-)
+SM_89 = _gpu((8, 9), multiprocessors=142, shared_kib=99, l2_mib=96)
 """L40S."""
-SM_90 = GPU(
-    capability=(9, 0),
-    multiprocessors=132,
-    shared_per_block=227 * KIB,
-    l2=50 * KIB * KIB,
-    names=("NVIDIA H200", "NVIDIA H100 80GB HBM3"),
-)
+SM_90 = _gpu((9, 0), "NVIDIA H200", "NVIDIA H100 80GB HBM3", multiprocessors=132, shared_kib=227, l2_mib=50)
 """H100 and H200, SXM."""
-SM_100 = GPU(
-    capability=(10, 0),
-    multiprocessors=148,
-    shared_per_block=227 * KIB,
-    l2=126 * KIB * KIB,
-    names=("NVIDIA B200",),
-)
+SM_100 = _gpu((10, 0), "NVIDIA B200", multiprocessors=148, shared_kib=227, l2_mib=126)
 """B200."""
-SM_120 = GPU(
-    capability=(12, 0),
-    multiprocessors=170,
-    shared_per_block=99 * KIB,
-    l2=96 * KIB * KIB,
-    speed=_speed((12, 0)),
-    names=("NVIDIA GeForce RTX 5090",),
-)
+SM_120 = _gpu((12, 0), "NVIDIA GeForce RTX 5090", multiprocessors=170, shared_kib=99, l2_mib=96)
 """GeForce RTX 5090."""
 KNOWN = (SM_80, SM_86, SM_89, SM_90, SM_100, SM_120)
