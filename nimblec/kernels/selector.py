@@ -50,20 +50,20 @@ class Family(Generic[Request, Tiling]):
     """A kind of kernels, and how it is put into a graph.
 
     ``requests`` finds what one launch could compute, ``tilings`` lists its candidates, the most promising first, and
-    ``call`` describes the launch. ``framework`` makes the framework's call to compare with, or returns None where that
-    is a generated kernel, which cannot be timed alone. ``prepare`` rewrites the graph to allow more requests; ``use``
-    replaces those that a function gives a tiling for. ``templates`` are the modules whose code the times depend on;
-    ``reason`` explains the family's place in the order.
+    ``call`` describes the launch. ``use`` replaces the requests that a function gives a tiling for. ``templates`` are
+    the modules whose code the times depend on; ``reason`` explains the family's place in the order. ``framework`` makes
+    the framework's call to compare with, or returns None where there is none to time: a generated kernel cannot be
+    timed alone. ``prepare`` rewrites the graph to allow more requests.
     """
 
     name: str
     requests: Callable[[fx.GraphModule], Iterable[Request]]
     tilings: Callable[[Request, GPU], Sequence[Tiling]]
     call: Callable[[Request, Tiling, Trigger], Call]
-    framework: Callable[[Request, Pool, int], Timed | None]
     use: Callable[[fx.GraphModule, "Choose[Request, Tiling]", Trigger], None]
     templates: Sequence[str]
     reason: str
+    framework: Callable[[Request, Pool, int], Timed | None] = lambda *_: None
     prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
 
     def select(

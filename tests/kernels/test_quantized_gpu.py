@@ -16,7 +16,7 @@ from nimblec.graph.rewriter import fake
 from nimblec.kernels.call import Leaf, Made
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.products.quantized_match import requests
-from nimblec.kernels.products.quantized_rewrite import call, tilings
+from nimblec.kernels.products.quantized_rewrite import QUANTIZED
 from nimblec.onnx_import.importer import import_model
 from nimblec.optimize import optimize
 from nimblert.plan import Launch
@@ -38,8 +38,8 @@ def test_every_candidate_gives_every_bit_of_the_reference(tmp_path: Path) -> Non
         def value(leaf: Leaf, values: dict[Any, Tensor] = values) -> Tensor:
             return leaf.value if isinstance(leaf, Made) else values[leaf]
 
-        for tiling in tilings(request, GPU.current()):
-            made = call(request, tiling, "late")
+        for tiling in QUANTIZED.tilings(request, GPU.current()):
+            made = QUANTIZED.call(request, tiling, "late")
             args, kwargs = made.arguments(value)
             expected = made.op(*args, **kwargs)
             for _ in range(3):

@@ -1,18 +1,20 @@
-"""Convolutions of 8 bit integers as Triton kernels, which multiply integers on tensor cores."""
+"""Convolutions of 8 bit integers as Triton kernels, which multiply integers on tensor cores.
 
-from collections.abc import Sequence
+The framework computes integers in float64, which no network gains by.
+"""
+
 from functools import partial
 
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, fake
-from nimblec.kernels.call import Call, Made, Pool
-from nimblec.kernels.gpu import GPU, Trigger
+from nimblec.kernels.call import Call, Made
+from nimblec.kernels.gpu import Trigger
 from nimblec.kernels.products.gemm_tilings import Tiling, candidates
 from nimblec.kernels.products.packing import counters_of, pack_convolution
 from nimblec.kernels.products.quantized_match import QuantizedRequest, matches, requests
 from nimblec.kernels.products.quantized_op import convolution_of_integers, zero_sums
-from nimblec.kernels.selector import Choose, Family, Timed
+from nimblec.kernels.selector import Choose, Family
 
 
 def use_integer_kernels(
@@ -26,11 +28,6 @@ def use_integer_kernels(
             node = request.node
             rewriter.replace(node, call(request, tiling, trigger).put(rewriter, at=node))
     rewriter.finish()
-
-
-def tilings(request: QuantizedRequest, gpu: GPU) -> Sequence[Tiling]:
-    """Return the candidates of a request."""
-    return candidates(request.shape, gpu, itemsize=1)
 
 
 def call(request: QuantizedRequest, tiling: Tiling, trigger: Trigger) -> Call:
@@ -48,17 +45,11 @@ def call(request: QuantizedRequest, tiling: Tiling, trigger: Trigger) -> Call:
     return Call(op=convolution_of_integers, args=(*read, *geometry, *how))
 
 
-def _framework(_request: QuantizedRequest, _pool: Pool, _length: int) -> Timed | None:
-    """Return None: the framework computes integers in float64, which no network gains by."""
-    return None
-
-
 QUANTIZED: Family[QuantizedRequest, Tiling] = Family(
     name="quantized",
     requests=requests,
-    tilings=tilings,
+    tilings=lambda request, gpu: candidates(request.shape, gpu, itemsize=1),
     call=call,
-    framework=_framework,
     use=use_integer_kernels,
     templates=("nimblec.kernels.products.quantized_template",),
     reason="no other family computes integers",

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake
 from nimblec.graph.vocabulary import DTYPES
 from nimblec.kernels.call import Call, Leaf, Made, Pool, evaluate, example
-from nimblec.kernels.gpu import GPU, Trigger
+from nimblec.kernels.gpu import Trigger
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.recurrence_tilings import Recurrence, RecurrenceTiling, recurrence_candidates
 from nimblec.kernels.selector import Choose, Family, Timed
@@ -200,11 +200,6 @@ def _request(rewriter: Rewriter, node: fx.Node) -> RecurrenceRequest | None:
     )
 
 
-def tilings(request: RecurrenceRequest, gpu: GPU) -> Sequence[RecurrenceTiling]:
-    """Return the candidates of a request."""
-    return recurrence_candidates(request.shape, gpu)
-
-
 def call(request: RecurrenceRequest, tiling: RecurrenceTiling, _trigger: Trigger) -> Call:
     """Return a call like that of each layer, on products and initial states of zeros."""
     shape, layer = request.shape, request.layers[0]
@@ -235,7 +230,7 @@ def framework(request: RecurrenceRequest, _pool: Pool, _length: int) -> Timed:
 RECURRENCE: Family[RecurrenceRequest, RecurrenceTiling] = Family(
     name="recurrence",
     requests=requests,
-    tilings=tilings,
+    tilings=lambda request, gpu: recurrence_candidates(request.shape, gpu),
     call=call,
     framework=framework,
     use=use_triton_recurrences,

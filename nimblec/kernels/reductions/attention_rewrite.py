@@ -1,7 +1,7 @@
 """Attention calls as launches of one Triton kernel, which reads and writes its neighbours' layouts in place."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
 from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION, BY_STRIDE, DTYPES, RESHAPES
 from nimblec.kernels.call import Call, Pool, example
-from nimblec.kernels.gpu import GPU, Trigger
+from nimblec.kernels.gpu import Trigger
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.attention_shapes import Attention, attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
@@ -164,11 +164,6 @@ def _unrepeated(node: fx.Node) -> fx.Node:
     return kept if tuple(shapes[1:]) == wanted else node
 
 
-def tilings(request: AttentionRequest, gpu: GPU) -> Sequence[AttentionTiling]:
-    """Return the candidates of a request."""
-    return attention_candidates(request.shape, gpu, itemsize=request.dtype.itemsize)
-
-
 def call(request: AttentionRequest, tiling: AttentionTiling, trigger: Trigger) -> Call:
     """Return the call that computes a request: (batch, queries, heads, size)."""
     read = (request.query, request.key, request.value, request.mask)
@@ -190,7 +185,7 @@ def _example(node: fx.Node | None) -> Tensor | None:
 ATTENTION_FAMILY: Family[AttentionRequest, AttentionTiling] = Family(
     name="attention",
     requests=requests,
-    tilings=tilings,
+    tilings=lambda request, gpu: attention_candidates(request.shape, gpu, itemsize=request.dtype.itemsize),
     call=call,
     framework=framework,
     use=use_triton_attention,
