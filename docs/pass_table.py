@@ -18,7 +18,7 @@ def rows() -> Iterator[str]:
     yield "| phase | pass | what it does | why it stands there |"
     yield "|---|---|---|---|"
     shown = set()
-    for phase in (phase for pipeline in TRITON.pipelines for phase in pipeline.phases):
+    for phase in (phase for pipeline in TRITON for phase in pipeline.phases):
         for each in phase.passes:
             cells = (phase.name, f"[`{each.name}`](../{_file(each)})", each.summary.replace("``", "`"), each.reason)
             row = f"| {' | '.join(cells)} |"

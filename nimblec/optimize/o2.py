@@ -23,7 +23,7 @@ from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
 from nimblec.kernels.selector import Family, timing_fingerprint
 from nimblec.optimize.passes.channels_last import lay_float32_channels_last
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 from nimblec.optimize.rewrites import REGIONS, REWRITES
 
 Use = Callable[[Family[Any, Any], fx.GraphModule], object]
@@ -79,7 +79,7 @@ KERNELS = Pipeline(
 )
 """Kernels wherever they are faster than the framework's, one by one."""
 
-TRITON = Recipe("Triton kernels", REWRITES, KERNELS, REGIONS)
+TRITON = (REWRITES, KERNELS, REGIONS)
 
 
 class Timed:

@@ -142,20 +142,8 @@ def name_of(rewrite: Callable[..., object]) -> str:
     return str(getattr(rewrite, "__name__", rewrite))
 
 
-class Recipe:
-    """A name and a sequence of pipelines, each of which takes the graph of the one before it.
-
-    Raises ValueError where a pass stands before one that it needs.
-    """
-
-    def __init__(self, name: str, *pipelines: Pipeline) -> None:
-        self.name = name
-        self.pipelines = pipelines
-        check_order(each for pipeline in pipelines for each in pipeline.passes)
-
-
 class Runs:
-    """Runs recipes on one model; pipelines that several of them begin with are run once."""
+    """Runs sequences of pipelines on one model; pipelines that several of them begin with are run once."""
 
     def __init__(self, model: TorchModel, setting: Setting, report: Report | None = None) -> None:
         self._model = model

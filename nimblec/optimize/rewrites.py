@@ -225,3 +225,6 @@ REGIONS = Pipeline(
     ),
 )
 """The last pipeline above -O0: generated kernels for all between the calls of libraries and kernels."""
+
+FUSED_REGIONS = (REWRITES, REGIONS)
+"""-O1: fewer kernels, and generated ones between the calls of libraries."""

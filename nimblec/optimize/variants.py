@@ -8,13 +8,12 @@ import torch
 
 from nimblec.base.errors import CompileError, TraceError, UnsupportedModelError
 from nimblec.graph import control
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.passes.cast import cast
 from nimblec.optimize.passes.generate import generate_counters
 from nimblec.optimize.passes.recurrent import pack_recurrent_weights
 from nimblec.optimize.passes.state import write_state
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe, Report, Runs, Setting
-from nimblec.optimize.rewrites import REWRITES, is_half
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Report, Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS, REWRITES, is_half
 from nimblec.optimize.torch_compile import compiled
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.control import has_control
@@ -92,7 +91,7 @@ def variants(
             yield replace(_as_written(runs, dtype), is_fallback=True)
     elif level == 1:
         runs = Runs(model, Setting(device=device_of(model), dtype=dtype, at_any_cost=False), report)
-        yield _variant(FUSED_REGIONS, partial(_fused, runs, model, dtype))
+        yield Variant(name="fused regions", make=partial(_fused, runs, model, dtype))
     else:
         yield from _of_level_2(model, dtype, times, report, fp8=fp8)
 
@@ -115,19 +114,18 @@ def _of_level_2(
     timed = o2.Timed(times)
     setting = Setting(device=device_of(model), dtype=dtype, use=timed, fp8=fp8)
     runs = Runs(model, setting, report)
-    triton = o2.TRITON
-    yield _variant(triton, partial(runs, *triton.pipelines))
-    kernels = triton.pipelines[:-1]
+    yield Variant(name="Triton kernels", make=partial(runs, *o2.TRITON))
+    kernels = o2.TRITON[:-1]
     if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
         again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
-        yield Variant(name=f"{triton.name}, chosen in context", make=partial(again, *triton.pipelines))
+        yield Variant(name="Triton kernels, chosen in context", make=partial(again, *o2.TRITON))
     if fp8:
         # A product of e4m3 is slower than one of float16 where no kernel writes its input in e4m3.
         in_half = runs.with_setting(replace(setting, fp8=False), kept=(REWRITES,))
-        yield Variant(name=f"{triton.name} of float16", make=partial(in_half, *triton.pipelines))
+        yield Variant(name="Triton kernels of float16", make=partial(in_half, *o2.TRITON))
     has_kernels = runs.has_run(*kernels) and o2.has_triton_kernels(runs(*kernels).module)
-    fused = _variant(FUSED_REGIONS, partial(runs, *FUSED_REGIONS.pipelines))
-    yield replace(fused, is_fallback=has_kernels and bool(model.written_elsewhere))
+    is_fallback = has_kernels and bool(model.written_elsewhere)
+    yield Variant(name="fused regions", make=partial(runs, *FUSED_REGIONS), is_fallback=is_fallback)
     if model.written_elsewhere:
         return
     # What no rewrite touched: the framework's own kernels, such as cuDNN's LSTM, may be faster than ours.
@@ -150,14 +148,10 @@ def _as_written(runs: Runs, dtype: torch.dtype | None) -> Variant:
     return Variant(name="as a graph" if dtype is None else "cast", make=partial(runs, AS_WRITTEN))
 
 
-def _variant(recipe: Recipe, make: Callable[[], TorchModel]) -> Variant:
-    return Variant(name=recipe.name, make=make)
-
-
 def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
     """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
     try:
-        return runs(*FUSED_REGIONS.pipelines)
+        return runs(*FUSED_REGIONS)
     except (TraceError, UnsupportedModelError) as exc:
         if dtype is not None or model.written_elsewhere:
             raise

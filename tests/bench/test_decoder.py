@@ -28,7 +28,7 @@ def test_o2_kernels_write_the_cache_in_place() -> None:
     eager = copy.deepcopy(model)
     with torch.no_grad():
         runs = Runs(place(model, args, device="cpu"), Setting(device="cpu", use=o2.first(SM_90)))
-        made = runs(*o2.TRITON.pipelines)
+        made = runs(*o2.TRITON)
         token = 1
         for position in range(STEPS):
             now = torch.tensor([token]), torch.tensor([position])

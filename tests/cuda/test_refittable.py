@@ -23,13 +23,13 @@ from nimblec.graph import recorder as graph_recorder
 from nimblec.kernels.gpu import SM_90
 from nimblec.onnx_import.importer import Weigh
 from nimblec.onnx_import.torch_model import load_onnx
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.o2 import TRITON, first
 from nimblec.optimize.passes.aligned_weights import LARGE, align_weights
 from nimblec.optimize.passes.cast import cast
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.optimize.passes.linears import join_linears
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.optimize.torch_compile import compiled
 from nimblec.optimize.variants import Variant, as_it_runs
 from nimblec.plan.assembly import Provenance
@@ -62,13 +62,13 @@ def by(*pipelines: Pipeline, setting: Setting = ON_HOST) -> Level:
     return variants
 
 
-level_1 = by(*FUSED_REGIONS.pipelines)
+level_1 = by(*FUSED_REGIONS)
 
 
 def level_2(dtype: torch.dtype | None) -> Level:
     """Return -O2 with all its kernels, as for a GPU; the kernels' definitions run on the host."""
     setting = Setting(device="cuda", dtype=dtype, use=first(SM_90))
-    return by(*TRITON.pipelines[:-1], setting=setting)
+    return by(*TRITON[:-1], setting=setting)
 
 
 def assert_remade(found: Refittable[str], weights: Any, fresh: TorchModel, args: Sequence[Tensor]) -> None:

@@ -89,7 +89,7 @@ def check(
     eager = copy.deepcopy(model)
     with torch.no_grad():
         setting = Setting(device="cpu", use=first(SM_90))
-        made = Runs(place(model, draw(0), device="cpu"), setting)(*TRITON.pipelines)
+        made = Runs(place(model, draw(0), device="cpu"), setting)(*TRITON)
         for position in (0, 3, LENGTH - 1):
             for (_, tensor), value in zip(made.inputs, draw(position), strict=True):
                 tensor.copy_(value)

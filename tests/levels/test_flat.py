@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from nimblec.base.errors import TraceError
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch import flat
 from nimblec.pytorch.aten_graph import record_exported
 from nimblec.pytorch.flat import flattened, written_storages
@@ -102,7 +102,7 @@ def test_a_flat_model_computes_from_what_its_inputs_hold(model: TorchModel) -> N
 
 
 def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
-    fused = Runs(model, Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+    fused = Runs(model, Setting(device="cpu"))(*FUSED_REGIONS)
     torch.testing.assert_close(run(fused), run(model))
 
 
@@ -113,7 +113,7 @@ def test_what_another_entry_writes_is_read_where_it_lies() -> None:
     assert written_storages(calls["total"]) == frozenset()
     with torch.no_grad():
         made = {
-            name: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+            name: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS)
             for name, call in calls.items()
         }
         for count in (1, 2, 3):

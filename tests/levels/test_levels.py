@@ -16,9 +16,8 @@ from nimblec.base.errors import CompileError, TraceError
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
-from nimblec.optimize.o1 import FUSED_REGIONS
-from nimblec.optimize.pipeline import Phase, Pipeline, Recipe, Setting
-from nimblec.optimize.rewrites import LAYOUT, REGIONS, REWRITES
+from nimblec.optimize.pipeline import Pipeline, Setting
+from nimblec.optimize.rewrites import REGIONS, REWRITES
 from nimblec.optimize.variants import Variant, variants
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.model import TorchModel, place
@@ -162,8 +161,7 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     model_zoo.compared(module, (x,))
     assert called == [REWRITES, o2.KERNELS]
     assert by_compiler == [REWRITES, *[o2.KERNELS, REGIONS] * 2, REGIONS]  # rewritten once
-    in_context = f"{o2.TRITON.name}, chosen in context"
-    assert names == [o2.TRITON.name, in_context, FUSED_REGIONS.name, "as it runs"]
+    assert names == ["Triton kernels", "Triton kernels, chosen in context", "fused regions", "as it runs"]
     assert Untimed.given == [{}, {"a": "1x2"}]
 
 
@@ -173,7 +171,7 @@ def test_shared_state_falls_back_on_regions(times: TimingCache, monkeypatch: pyt
     module = Small().eval()
     written = frozenset({module.linear.weight.untyped_storage()._cdata})
     alone = place(module, (torch.randn(1, 8, 6, 6),), device="cpu")
-    for model, fallbacks in ((alone, []), (replace(alone, written_elsewhere=written), [FUSED_REGIONS.name])):
+    for model, fallbacks in ((alone, []), (replace(alone, written_elsewhere=written), ["fused regions"])):
         found: list[Variant] = []
         for variant in variants(model, 2, None, times):
             variant.make()
@@ -182,14 +180,8 @@ def test_shared_state_falls_back_on_regions(times: TimingCache, monkeypatch: pyt
         assert ("as it runs" in [variant.name for variant in found]) is not bool(fallbacks)
 
 
-def test_each_recipe_is_checked_as_a_whole() -> None:
-    with pytest.raises(ValueError, match="stands before fold_batch_norm, which it needs"):
-        Recipe("backwards", Pipeline(Phase(name="layout", passes=LAYOUT)), REWRITES)
-
-
-@pytest.mark.parametrize("recipe", [FUSED_REGIONS, o2.TRITON], ids=lambda recipe: recipe.name)
-def test_pass_says_its_reason(recipe: Recipe) -> None:
-    for pipeline in recipe.pipelines:
+def test_pass_says_its_reason() -> None:
+    for pipeline in o2.TRITON:
         for each in pipeline.passes:
             assert each.summary.endswith(".")
             assert each.reason

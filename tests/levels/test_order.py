@@ -17,7 +17,7 @@ from nimblec.graph.simplify import simplify
 from nimblec.graph.vocabulary import ATTENTION
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.launch import ops
-from nimblec.optimize.o2 import KERNELS, first
+from nimblec.optimize.o2 import KERNELS, TRITON, first
 from nimblec.optimize.passes import aligned_weights
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights
@@ -38,7 +38,7 @@ from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
 from nimblec.optimize.passes.transposed import block_transposed_convolutions
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting, Step, calls, check_order
-from nimblec.optimize.rewrites import REWRITES
+from nimblec.optimize.rewrites import FUSED_REGIONS, REWRITES
 from nimblec.pytorch.aten_graph import trace
 
 Rewrite = Callable[..., object]
@@ -300,6 +300,11 @@ def test_norms_go_into_products_that_are_triton_kernels() -> None:
     with pytest.raises(ValueError, match="which it needs: norms are folded into products"):
         check_order(wrong)
     assert (calls(with_kernels(graph, passes)), calls(with_kernels(graph, wrong))) == (2, 3)
+
+
+@pytest.mark.parametrize("pipelines", [FUSED_REGIONS, TRITON], ids=["fused regions", "Triton kernels"])
+def test_passes_stand_after_those_that_they_need(pipelines: tuple[Pipeline, ...]) -> None:
+    check_order(each for pipeline in pipelines for each in pipeline.passes)
 
 
 def test_a_report_counts_calls_before_and_after_each_pass() -> None:

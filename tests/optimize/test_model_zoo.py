@@ -11,7 +11,7 @@ from model_zoo import run
 from torch import nn
 
 from nimblec.optimize.o2 import TRITON
-from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Recipe
+from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def test_model_zoo_passes_a_model_with_fewer_calls() -> None:
 @pytest.mark.parametrize(("factor", "error"), [(2.0, 1.0), (float("nan"), float("nan"))])
 def test_model_zoo_reports_a_wrong_result(factor: float, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = Pipeline(Phase(name="wrong", passes=(Pass(run=partial(_scale, factor), reason="wrong anywhere"),)))
-    *right, regions = TRITON.pipelines
-    monkeypatch.setattr(model_zoo, "TRITON", Recipe("wrong", *right, scaling, regions))
+    *right, regions = TRITON
+    monkeypatch.setattr(model_zoo, "TRITON", (*right, scaling, regions))
     result = run("convolutional", convolutional)
     assert result is not None
     assert result.status == "wrong"

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 import nimblec
 from nimblec.graph.state import slots
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.optimize.variants import AS_WRITTEN
 from nimblec.pytorch.flat import flattened
 from nimblec.pytorch.model import TorchModel, place
@@ -27,7 +27,7 @@ STEPS = 40
 
 def fused(module: nn.Module, *args: Tensor) -> TorchModel:
     """Return the module as -O1 makes it, over the module's own state."""
-    return Runs(place(module, args, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+    return Runs(place(module, args, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS)
 
 
 def check(model: nn.Module, draw: Callable[[int], tuple[Tensor, ...]], steps: int = 5) -> fx.GraphModule:

@@ -54,7 +54,7 @@ def _most_kernels(
     from nimblec.optimize import o2  # brings in the kernels
 
     runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times), fp8=fp8), report)
-    yield Variant(name=o2.TRITON.name, make=partial(runs, *o2.TRITON.pipelines))
+    yield Variant(name="Triton kernels", make=partial(runs, *o2.TRITON))
 
 
 def _drawn(_: object, launcher: Any, *arguments: object, **options: object) -> float:

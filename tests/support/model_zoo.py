@@ -194,7 +194,7 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
         expected = [leaf for leaf in pytree.tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
         model = place(module, inputs, device="cpu")
         runs = Runs(model, Setting(device="cuda", use=first(SM_90)))
-        rewritten, *kernels = TRITON.pipelines[:-1]  # no regions: torch computes the calls by their definitions
+        rewritten, *kernels = TRITON[:-1]  # no regions: torch computes the calls by their definitions
         graphs = [runs(*pipelines).module for pipelines in ((), (rewritten,), (rewritten, *kernels))]
         given = [tensor for _, tensor in model.inputs]
         errors = [

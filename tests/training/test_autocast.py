@@ -17,8 +17,8 @@ import nimblec
 from nimblec.base.errors import ArgumentError, UnsupportedModelError
 from nimblec.base.options import Options
 from nimblec.find_source import find_source
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch.flat import written_storages
 from nimblec.pytorch.handover import hand_over
 from nimblec.pytorch.model import place
@@ -185,7 +185,7 @@ def test_the_passes_of_fusion_hold_under_autocast(kind: str) -> None:
     written = frozenset().union(*map(written_storages, calls.values()))
     with torch.no_grad():
         made = {
-            entry: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+            entry: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS)
             for entry, call in calls.items()
         }
     tensors = step["train"][0].state_dict()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import nimblec
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch.flat import written_storages
 from nimblec.pytorch.model import place
 from nimblec.training.random import Draws
@@ -87,7 +87,7 @@ def test_a_fused_step_is_pytorchs(make: Make, build: Callable[[], nn.Module], ba
     assert {tensor.untyped_storage()._cdata for tensor in model.parameters()} <= written
     with torch.no_grad():
         made = {
-            name: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS.pipelines)
+            name: Runs(replace(call, written_elsewhere=written), Setting(device="cpu"))(*FUSED_REGIONS)
             for name, call in calls.items()
         }
     for seed in range(STEPS):

@@ -15,8 +15,8 @@ import nimblec
 from nimblec.base.places import Phase, places
 from nimblec.inspect.layers import by_layer
 from nimblec.inspect.parts import parts_of
-from nimblec.optimize.o1 import FUSED_REGIONS
 from nimblec.optimize.pipeline import Runs, Setting
+from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch.fx_graph import run_nodes
 from nimblec.pytorch.model import place
 from nimblec.pytorch.source_tracker import SourceTracker
@@ -137,7 +137,7 @@ def test_fused_kernels_are_of_all_that_they_compute() -> None:
     """At -O1, on the CPU."""
     module, inputs = step(clip_norm=1.0)
     with torch.no_grad():
-        made = Runs(place(module, inputs, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS.pipelines).module
+        made = Runs(place(module, inputs, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS).module
     calls = [node for node in made.graph.nodes if node.op == "call_function"]
     assert all(node.meta["source"] for node in calls), [node.name for node in calls if not node.meta["source"]]
     found = phases([node.meta["source"] for node in calls])

@@ -112,7 +112,7 @@ class _Worker:
                 fp8=options.precision == "fp8",
             )
             runs = Runs(original, setting, tell)
-            rewrites, *others = o2.TRITON.pipelines
+            rewrites, *others = o2.TRITON
             pipelines = (rewrites, LAYOUT, *others)
             kernels, final = runs(*pipelines[:-1]), runs(*pipelines)
         with self._reports.stage("compile kernels"):
