@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from nimblec.graph.affine import read_affine
 from nimblec.graph.fusible import is_fusible
-from nimblec.graph.rewriter import Rewriter, fake, is_call, times_read
+from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, times_read
 from nimblec.graph.views import is_view
-from nimblec.graph.vocabulary import WHOLE_VIEWS, activation_of
+from nimblec.graph.vocabulary import WHOLE_VIEWS, activation_of, is_like
 from nimblec.kernels.images import is_read_well
 
 aten = torch.ops.aten
@@ -42,12 +42,13 @@ class PrologueMatch:
     @property
     def x(self) -> fx.Node:
         """The images that the kernel reads instead."""
-        return _argument(self.nodes[0], self.x_place)
+        x: fx.Node = argument(self.nodes[0], self.x_place)
+        return x
 
     @property
     def gate(self) -> fx.Node | None:
         """A factor for each image and channel, (images, channels, 1, 1), or for each element of a row."""
-        return None if self.gate_place is None else _argument(self.nodes[-1], self.gate_place)
+        return None if self.gate_place is None else argument(self.nodes[-1], self.gate_place)
 
 
 def prologues(
@@ -62,7 +63,7 @@ def prologues(
     known = dict.fromkeys(readers)
     found = {}
     for reader in known:
-        images = _argument(reader, 0)
+        images = argument(reader, 0)
         if all(user in known and times_read(images, user) == 1 for user in images.users):
             before = _walk(rewriter, images, taken)
             if before is not None and (before.x in taken or not _is_generated(before.x)):
@@ -77,25 +78,19 @@ def row_prologue(node: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | N
     """
     views: tuple[fx.Node, ...] = ()
     while is_call(node, *WHOLE_VIEWS) and is_view(node) and len(node.users) == 1:
-        views, node = (node, *views), _argument(node, 0)
+        views, node = (node, *views), argument(node, 0)
     factors = [factor for factor in node.args if isinstance(factor, fx.Node)]
     if not is_call(node, aten.mul.Tensor) or node in taken or len(node.users) > 1 or len({*factors}) < 2:
         return None
-    if not all(_is_row_like(factor, node) for factor in factors):
+    if not all(is_like(factor, node) and fake(factor).is_contiguous() for factor in factors):
         return None
     for place, factor in enumerate(factors):
         activation = None if factor in taken or len(factor.users) > 1 else activation_of(factor)
-        if activation is not None and _is_row_like(x := _argument(factor, 0), node):
+        if activation is not None and is_like(x := argument(factor, 0), node) and fake(x).is_contiguous():
             x_place = factor.args.index(x)
             nodes = (factor, node)
             return PrologueMatch(nodes=nodes, x_place=x_place, gate_place=1 - place, activation=activation, views=views)
     return PrologueMatch(nodes=(node,), x_place=0, gate_place=1, views=views)
-
-
-def _is_row_like(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether both have one dtype and shape, and elements that follow each other in memory."""
-    a, b = fake(node), fake(other)
-    return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()
 
 
 def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> PrologueMatch | None:
@@ -103,7 +98,7 @@ def _walk(rewriter: Rewriter, last: fx.Node, taken: Collection[fx.Node]) -> Prol
     before, node = None, last
     while node not in taken and (node is last or len(node.users) == 1):
         longer = _gated(rewriter, node, before) or _activated(node, before) or _scaled(rewriter, node, before)
-        if longer is None or not _is_like(longer.x, last):
+        if longer is None or not (is_like(longer.x, last) and is_read_well(fake(longer.x))):
             break
         before, node = longer, longer.x
     return before
@@ -140,7 +135,7 @@ def _scaled(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> 
     factors = None if read is None else read.along(1, fake(node))
     if read is None or factors is None:
         return None
-    first = _argument(node, 0) if node.target is operator.getitem else node
+    first = argument(node, 0) if node.target is operator.getitem else node
     nodes = (node,) if first is node else (first, node)
     x_place = first.args.index(read.source)
     scale, shift = (factor.expand(fake(node).shape[1]) for factor in factors)
@@ -152,16 +147,4 @@ def _scaled(rewriter: Rewriter, node: fx.Node, before: PrologueMatch | None) -> 
 
 
 def _is_generated(node: fx.Node) -> bool:
-    return is_fusible(_argument(node, 0) if node.target is operator.getitem else node)
-
-
-def _argument(node: fx.Node, place: int) -> fx.Node:
-    argument = node.args[place]
-    assert isinstance(argument, fx.Node)
-    return argument
-
-
-def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether both are images of one dtype and shape, and the kernels read ``node`` at full speed."""
-    a, b = fake(node), fake(other)
-    return a.dtype == b.dtype and a.shape == b.shape and is_read_well(a)
+    return is_fusible(argument(node, 0) if node.target is operator.getitem else node)

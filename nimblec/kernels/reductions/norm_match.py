@@ -8,7 +8,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.scalars import number, shifted
-from nimblec.graph.vocabulary import DTYPES, HALF
+from nimblec.graph.vocabulary import DTYPES, HALF, is_like
 from nimblec.kernels.alone import alone
 from nimblec.kernels.images import is_within_reach
 from nimblec.kernels.reductions.norm_tilings import WIDEST, Norm
@@ -210,12 +210,6 @@ def _with_residual(request: NormRequest, taken: Collection[fx.Node | None]) -> N
     if total in taken or not is_call(total, aten.add.Tensor) or total.kwargs.get("alpha", 1) != 1:
         return request
     terms = [term for term in total.args[:2] if isinstance(term, fx.Node)]
-    if len(terms) != 2 or not all(_is_like(term, total) for term in terms):
+    if len(terms) != 2 or not all(is_like(term, total) and fake(term).is_contiguous() for term in terms):
         return request
     return replace(request, x=terms[0], residual=terms[1], total=total, calls=(total, *request.calls))
-
-
-def _is_like(node: fx.Node, other: fx.Node) -> bool:
-    """Return whether two values have the same dtype and shape, and are contiguous."""
-    a, b = fake(node), fake(other)
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.is_contiguous() and b.is_contiguous()
