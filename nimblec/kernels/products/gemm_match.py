@@ -83,12 +83,8 @@ class ProductRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[ProductRequest]:
-    """Return all requests in a graph; none depends on the choice for another."""
-    return matches(Rewriter(module))
-
-
-def matches(rewriter: Rewriter) -> Iterator[ProductRequest]:
-    """Yield the requests of `requests`, each made from the graph as it is when the iterator reaches it."""
+    """Yield all requests in a graph, each made from it as it is by then; none depends on the choice for another."""
+    rewriter = Rewriter(module)
     shares = _shares(rewriter)
     for head in shares.heads:
         request = _request(rewriter, head, shares)

@@ -17,7 +17,7 @@ from nimblec.kernels.products.concatenation import concatenate_in_place
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.fp8 import factors_of, note_product
-from nimblec.kernels.products.gemm_match import ProductRequest, matches, requests
+from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
 from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates, row_candidates
 from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_fp8, pack_linear
@@ -38,7 +38,7 @@ def use_triton_kernels(
     them (`GPU.has_programmatic_launch`).
     """
     rewriter = Rewriter(module)
-    for request in matches(rewriter):
+    for request in requests(module):
         tiling = choose(request)
         if tiling is not None:
             _replace(rewriter, request, call(request, tiling, trigger))

@@ -48,15 +48,12 @@ class QuantizedRequest:
 
 
 def requests(module: fx.GraphModule) -> Iterator[QuantizedRequest]:
-    """Yield the convolutions of integers that the kernel can compute; none depends on the choice for another."""
-    return matches(Rewriter(module))
+    """Yield the convolutions of integers that the kernel can compute; none depends on the choice for another.
 
-
-def matches(rewriter: Rewriter) -> Iterator[QuantizedRequest]:
-    """Yield the requests of `requests`, each made from the graph as it is when the iterator reaches it.
-
-    Of two convolutions whose sum is quantised, the first adds the result of the other.
+    Each is made from the graph as it is by then. Of two convolutions whose sum is quantised, the first adds the result
+    of the other.
     """
+    rewriter = Rewriter(module)
     taken: set[fx.Node] = set()
     for node in rewriter.calls(quantized_convolution):
         request = _request(rewriter, node)

@@ -12,7 +12,7 @@ from nimblec.kernels.call import Call, Made
 from nimblec.kernels.gpu import Trigger
 from nimblec.kernels.products.gemm_tilings import Tiling, candidates
 from nimblec.kernels.products.packing import counters_of, pack_convolution
-from nimblec.kernels.products.quantized_match import QuantizedRequest, matches, requests
+from nimblec.kernels.products.quantized_match import QuantizedRequest, requests
 from nimblec.kernels.products.quantized_op import convolution_of_integers, zero_sums
 from nimblec.kernels.selector import Choose, Family
 
@@ -22,7 +22,7 @@ def use_integer_kernels(
 ) -> None:
     """Compute convolutions of 8 bit integers by one launch each, with the tiling that ``choose`` gives."""
     rewriter = Rewriter(module)
-    for request in matches(rewriter):
+    for request in requests(module):
         tiling = choose(request)
         if tiling is not None:
             node = request.node
