@@ -20,7 +20,7 @@ from nimblec.cuda.load import choose_without_timing, let_torch_draw, load_files,
 from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import Recorded, Selector, half, provenance_of, refuse_without_fp8
-from nimblec.kernels.compiling import compiler, job_count
+from nimblec.kernels.compiling import compiler
 from nimblec.padding.fits import mark_masks
 from nimblec.plan.assembly import Provenance, assemble
 from nimblec.plan.timing_cache import TimingCache
@@ -90,7 +90,7 @@ class _Worker:
         plan = mark_masks(plan, self._request.options.pad_masks)
         write_checked(plan, self._request, self._reports, recorded, originals, recorders.code)
         self._reports.note(self._times.notes)
-        if count := job_count():
+        if self._request.level > 1 and (count := compiler().count):
             self._reports.note([f"compiled {count} Triton kernels to choose from"])
 
     def _start(self) -> "Recorders":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing import get_context
 from typing import Any
 
@@ -42,12 +43,12 @@ Compile = Callable[[Sequence[Job]], None]
 class Compiler:
     """A process that compiles jobs in workers forked from it, each job once.
 
-    It owns its process, which ends with this one, and remembers which jobs it was given.
+    It owns its process, which ends with this one and has its environment as it was at the start, and remembers which
+    jobs it was given.
     """
 
     def __init__(self) -> None:
         """Start the process."""
-        self._settings = _settings()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             module_command("nimblec.kernels.compiling"),
@@ -65,11 +66,6 @@ class Compiler:
     def count(self) -> int:
         """The number of jobs that it was given."""
         return len(self._numbers)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the process takes jobs, for the cache and by the assembler that this one uses."""
-        return self._process.poll() is None and self._settings == _settings()
 
     def begin(self, jobs: Iterable[Job], *, gpu: GPU) -> None:
         """Compile the jobs that are new, in their order, in the background."""
@@ -114,24 +110,10 @@ def _text(job: Job, gpu: GPU) -> str:
     return json.dumps({**asdict(job), "architecture": gpu.architecture})
 
 
-def _settings() -> dict[str, str]:
-    """Return Triton's settings in the environment."""
-    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-
-
-_started: list[Compiler] = []
-
-
+@cache
 def compiler() -> Compiler:
     """Return the compiler of this process, started at the first call: early, as Triton takes seconds to import."""
-    if not _started or not _started[-1].is_current:
-        _started.append(Compiler())
-    return _started[-1]
-
-
-def job_count() -> int:
-    """Return the number of jobs that this process has had compiled."""
-    return sum(each.count for each in _started)
+    return Compiler()
 
 
 def compile_all(jobs: Sequence[Job], *, gpu: GPU) -> None:

@@ -3,6 +3,7 @@
 import ast
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -235,9 +236,13 @@ for name, described in json.loads(JOBS).items():
 def test_a_worker_that_is_killed_is_reported(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr(compiling, "module_command", lambda *_: killed)
+    compiler = compiling.Compiler()
+    monkeypatch.setattr(compiling, "compiler", lambda: compiler)
     job = Job(template="none:none", pointers={}, settings={"NAME": "x" * size})
     with pytest.raises(CompileError, match="could not compile a kernel: its process ended with status -9"):
         compiling.compile_all([job], gpu=SM_90)
+    with suppress(BrokenPipeError):
+        compiler.close()
 
 
 @needs_triton
