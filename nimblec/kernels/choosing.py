@@ -9,18 +9,14 @@ Timer = Callable[[Callable[[int], object]], float]
 """The microseconds of one call; the call takes the number of the copy of its weights."""
 
 
-class KnownTimes(Protocol):
-    """Measured nanoseconds by key, to read."""
+class Times(Protocol):
+    """Measured nanoseconds by key, as `nimblec.plan.timing_cache.TimingCache` keeps them between compilations."""
 
     def __contains__(self, key: str) -> bool:
         """Return whether a time is known."""
 
     def __getitem__(self, key: str) -> int:
         """Return the time."""
-
-
-class Times(KnownTimes, Protocol):
-    """Measured nanoseconds by key, as `nimblec.plan.timing_cache.TimingCache` keeps them between compilations."""
 
     def __setitem__(self, key: str, duration_ns: int) -> None:
         """Note a time."""

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from nimblec.kernels.call import Call, Pool
-from nimblec.kernels.choosing import Choice, KnownTimes, Timer, Times, choose, key_of, rank
+from nimblec.kernels.choosing import Choice, Timer, Times, choose, key_of, rank
 from nimblec.kernels.compiling import Compile, Job, compile_all, compiler
 from nimblec.kernels.context import Contest
 from nimblec.kernels.gpu import GPU, Trigger
@@ -105,19 +105,20 @@ class Family(Generic[Request, Tiling]):
         selector.finish()
         return selector.contests
 
-    def use_first(self, module: fx.GraphModule, gpu: GPU, times: KnownTimes = MappingProxyType({})) -> None:
+    def use_first(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> None:
         """Put the kernels in wherever they apply, without the GPU.
 
         Each has the tiling that is the fastest by ``times`` of such a GPU, or the most promising one.
         """
         self.prepare(module, lambda _: None)
-        fingerprints = [timing_fingerprint(self.templates, name) for name in gpu.names] if times else []
+        given: Times = {} if times is None else times
+        fingerprints = [timing_fingerprint(self.templates, name) for name in gpu.names] if given else []
 
         def choose(request: Request) -> Tiling | None:
             named = self.named(request, gpu)
             for fingerprint in fingerprints:
                 keys = {name: _key(fingerprint, gpu, request.signature, name) for name in named}
-                known = {name: times[key] for name, key in keys.items() if key in times}
+                known = {name: given[key] for name, key in keys.items() if key in given}
                 if known:
                     return named[min(known, key=known.__getitem__)]
             return next(iter(named.values()), None)

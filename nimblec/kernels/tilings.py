@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.shapes import ceil_div
@@ -62,18 +62,15 @@ def by_load(tilings: Iterable[OfPixels], pixels: int, channels: int, gpu: GPU) -
     return sorted(tilings, key=cost)
 
 
-class _OfTwoAxes(Protocol):
-    """A tiling of two axes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoAxisTiling(NumberedTiling):
+    """A block takes ``block_m`` by ``block_n`` of the two axes of a product."""
 
-    @property
-    def block_m(self) -> int: ...
-    @property
-    def block_n(self) -> int: ...
-    @property
-    def numbers(self) -> list[int]: ...
+    block_m: int
+    block_n: int
 
 
-Cut = TypeVar("Cut", bound=_OfTwoAxes)
+Cut = TypeVar("Cut", bound=TwoAxisTiling)
 
 
 def most_promising(tilings: Iterable[Cut], estimate: Callable[[Cut], float], *, limit: int, alike: int) -> list[Cut]:

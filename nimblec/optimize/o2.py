@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from nimblec.graph import control
-from nimblec.kernels.choosing import KnownTimes, Times
+from nimblec.kernels.choosing import Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops
@@ -116,7 +116,7 @@ class Timed:
             return {}
 
 
-def first(gpu: GPU, times: KnownTimes = MappingProxyType({})) -> Use:
+def first(gpu: GPU, times: Times | None = None) -> Use:
     """Put kernels in wherever they apply, each with its fastest tiling by ``times``, or the most promising one."""
     return lambda family, module: family.use_first(module, gpu, times)
 

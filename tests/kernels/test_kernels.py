@@ -22,7 +22,6 @@ from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwis
 from nimblec.kernels.products.gemm_reference import as_multiplied
 from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates, shared_budget
 from nimblec.kernels.products.packing import (
-    counters,
     for_tensor_cores,
     pack_convolution,
     pack_linear,
@@ -137,9 +136,10 @@ def test_convolution_on_the_cpu() -> None:
     x, weight, bias = _images(2, 6, 9, 8), random_half(10, 6, 3, 3), random_half(10, seed=2)
     expected = functional.conv2d(x.float(), weight.float(), bias.float(), 2, 1)
     residual = _images(*expected.shape, seed=3)
+    arrived = torch.zeros(6, dtype=torch.int32)
     arguments = (
-        x, pack_convolution(weight, TILING), bias, residual, counters(6, x.device), 10, [3, 3], [2, 2], [1, 1],
-        [1, 1], "relu6", TILING.numbers, "none",
+        x, pack_convolution(weight, TILING), bias, residual, arrived, 10, [3, 3], [2, 2], [1, 1], [1, 1],
+        "relu6", TILING.numbers, "none",
     )  # fmt: skip
     y = ops.convolution(*arguments)
     assert y.is_contiguous(memory_format=torch.channels_last)

@@ -21,7 +21,7 @@ from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.launch import prepared
 from nimblec.kernels.products.gemm_op import convolution_launch, linear
 from nimblec.kernels.reductions.norm_op import normalized
-from nimblec.kernels.products.packing import counters, pack_convolution, pack_linear
+from nimblec.kernels.products.packing import pack_convolution, pack_linear
 from nimblec.kernels.products.gemm_reference import RowNorm, moments_of
 from nimblec.kernels.products.gemm_tilings import Tiling
 
@@ -50,7 +50,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     y = whole[..., -out:].permute(0, 3, 1, 2)
     r = torch.randn(y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last) if residual else None
     down, across = tiling.tiles(shape)
-    arrived = counters(down * across, x.device)
+    arrived = torch.zeros(down * across, dtype=torch.int32)
     convolution_launch(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
         prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32x3")()
     read = read(x.float()).to(dtype).float()
@@ -70,7 +70,7 @@ def normed(rows, columns, out, tiling, widths, *, rms=False, residual=False, act
     y, left = torch.empty(rows, out).half(), torch.full((out // tiling.block_n, 2, rows), torch.nan)
     shape = product(rows, columns, out)
     down, across = tiling.tiles(shape)
-    arrived = counters(down * across, x.device)
+    arrived = torch.zeros(down * across, dtype=torch.int32)
     convolution_launch(shape, tiling, x=x, weight=pack_linear(weight.t(), tiling), bias=b, residual=r,
         prologue=Prologue(), out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32",
         norm=norm, out_moments=left)()

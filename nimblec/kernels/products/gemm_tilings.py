@@ -6,7 +6,7 @@ from functools import partial
 
 from nimblec.kernels.gpu import GPU, KIB
 from nimblec.kernels.shapes import Convolution, Pair, ceil_div
-from nimblec.kernels.tilings import NumberedTiling, most_promising
+from nimblec.kernels.tilings import TwoAxisTiling, most_promising
 
 BLOCKS_M = (16, 32, 64, 128)
 BLOCKS_N = (16, 32, 64, 128)
@@ -17,15 +17,13 @@ WIDE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling(NumberedTiling):
+class Tiling(TwoAxisTiling):
     """A block computes ``block_m`` rows by ``block_n`` columns of a part of the sum.
 
     ``split_k`` blocks share the sum of one tile; each walks its part ``block_k`` products at a time. Tensor cores
     multiply at least 16 rows; with a ``block_m`` of 1 they are not used.
     """
 
-    block_m: int
-    block_n: int
     block_k: int
     split_k: int = 1
     num_warps: int = 4

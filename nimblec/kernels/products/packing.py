@@ -4,7 +4,6 @@ A block's part of the weights is then contiguous: one instruction fetches it int
 """
 
 from math import log, prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +12,8 @@ from torch.nn import functional
 from nimblec.kernels.call import Made
 from nimblec.kernels.products.fp8 import as_fp8, column_factors
 from nimblec.kernels.products.gemm_tilings import Tiling
-from nimblec.kernels.shapes import Convolution, Pair, ceil_div
-
-
-class _Split(Protocol):
-    """A tiling in which ``split_k`` blocks share the sum of a tile."""
-
-    @property
-    def split_k(self) -> int: ...
-    def tiles(self, shape: Convolution) -> Pair: ...
+from nimblec.kernels.products.trained_tilings import DepthwiseSum
+from nimblec.kernels.shapes import Convolution, ceil_div
 
 
 def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:
@@ -68,14 +60,13 @@ def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
     return packed.transpose(1, 2).reshape(across * block_n, deep * block_k)[:columns, :depth]
 
 
-def counters(tiles: int, device: torch.device) -> Tensor:
-    """Allocate a counter per tile of the blocks that have arrived, zero before and after each launch."""
-    return torch.zeros(tiles, dtype=torch.int32, device=device)
+def counters_of(tiling: Tiling | DepthwiseSum, shape: Convolution, device: torch.device) -> Made | None:
+    """Return a counter per tile of the blocks that have arrived, for one call; None where a tile has one block.
 
-
-def counters_of(tiling: _Split, shape: Convolution, device: torch.device) -> Made | None:
-    """Return the `counters` of one call; None where each block has a tile to itself."""
+    They are zero before and after each launch.
+    """
     if tiling.split_k == 1:
         return None
     tiles = prod(tiling.tiles(shape))
-    return Made(source=torch.empty(0, device=device), make=lambda like: counters(tiles, like.device), role="counters")
+    like = torch.empty(0, dtype=torch.int32, device=device)
+    return Made(source=like, make=lambda like: like.new_zeros(tiles), role="counters")

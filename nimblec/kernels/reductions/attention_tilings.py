@@ -7,7 +7,7 @@ from functools import partial
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.reductions.attention_shapes import Attention
 from nimblec.kernels.shapes import ceil_div, next_power_of_2
-from nimblec.kernels.tilings import NumberedTiling, most_promising
+from nimblec.kernels.tilings import TwoAxisTiling, most_promising
 
 _FETCHED_REGISTERS = 128
 """The registers of a thread, of 255, that may hold keys and values where one step reads all."""
@@ -16,11 +16,9 @@ _LOADED_PART = 200 / 227
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTiling(NumberedTiling):
+class AttentionTiling(TwoAxisTiling):
     """A block computes ``block_m`` queries of a head and reads ``block_n`` keys in each step."""
 
-    block_m: int
-    block_n: int
     num_warps: int = 4
     num_stages: int = 2
 
