@@ -24,14 +24,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # most of the G
 
 import jax
 import numpy as np
-import torch
 from jax import numpy as jnp
 from jax.profiler import ProfileData
 
 from bench import clocks, peer_calls, reference
 from bench.environment import describe
 from bench.turns import Scenario, peer_parser, run_peer
-from nimblec.pytorch.sources import import_callable
 
 _IN_A_ROW = 100
 
@@ -85,8 +83,7 @@ def prepare(options: argparse.Namespace, _: Path, __: ExitStack) -> Scenario:
     """Compile the network."""
     if options.fp32:
         jax.config.update("jax_default_matmul_precision", "highest")
-    torch.manual_seed(0)  # the networks draw their weights and inputs by torch
-    function, (weights, *inputs), ___ = import_callable(options.model)
+    function, (weights, *inputs), ___ = reference.seeded(options.model)
     expected = exact(function, weights, inputs)
     placed, given = jax.device_put((weights, inputs))
     begin = time.perf_counter()

@@ -9,18 +9,23 @@ import torch
 from torch.utils import _pytree as pytree
 
 from nimblec.base.difference import difference
+from nimblec.base.errors import CompileError
 from nimblec.pytorch.model import set_arithmetic
-from nimblec.pytorch.sources import import_callable
+from nimblec.pytorch.sources import ModuleCall, import_entries
 from nimblert.arrays.layouts import numpy_dtype
 
 _SEED = 0  # the same as in nimblec's capture, so that its plan holds the same weights
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
-def seeded(spec: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def seeded(spec: str, seed: int = _SEED) -> ModuleCall:
     """Build module, args and kwargs of ``package.module:callable`` on the CPU, the same in every process."""
-    torch.manual_seed(_SEED)
-    return import_callable(spec)
+    torch.manual_seed(seed)
+    calls = import_entries(spec)
+    if len(calls) > 1:
+        raise CompileError(f"{spec}: returned the entries {list(calls)}, expected one")
+    (call,) = calls.values()
+    return call
 
 
 def exact(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[np.ndarray]:

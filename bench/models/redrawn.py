@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nimblec.pytorch.sources import import_callable
+from bench.reference import seeded
 
 _SEED = 1
 _SPREAD = 0.1
@@ -13,8 +13,7 @@ _SPREAD = 0.1
 
 def redrawn(spec: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
     """Return the network named ``package.module:callable`` with other weights, including those of its norms."""
-    torch.manual_seed(_SEED)
-    module, args, _ = import_callable(spec)
+    module, args, _ = seeded(spec, _SEED)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             if tensor.is_floating_point():

@@ -288,7 +288,8 @@ def _text(profile: Profile) -> str:
 
 
 def _provenance() -> Provenance:
-    return Provenance(target=Target.CPU, device=Device(name="cpu"), versions=_versions())
+    versions = (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
+    return Provenance(target=Target.CPU, device=Device(name="cpu"), versions=versions)
 
 
 def _scheduled(
@@ -314,10 +315,6 @@ def _examples(options: Options) -> tuple[InputSpec, ...]:
 
 def _sample_ranges(options: Options) -> dict[str, tuple[int, int]]:
     return {name: found for name, array in options.examples if (found := sample_range(name, array)) is not None}
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    return (("nimblec", VERSION), ("onnx", onnx.__version__), ("onnxruntime", onnxruntime().__version__))
 
 
 def _proofs(plan: Plan, agreed: Sequence[Agreed[Graph]]) -> Proofs:

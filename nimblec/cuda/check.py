@@ -119,7 +119,8 @@ def report(
     Raises CompileError for one that differs by more than ``allowed``.
     """
     computed = (original, changed) if fp16 is None else (original, changed, fp16)
-    runs = [[compute(inputs) for compute in computed] for inputs in _inputs(program, seeds)]
+    drawn = (golden.draw_inputs(program, seed) for seed in range(seeds))
+    runs = [[compute(inputs) for compute in computed] for inputs in drawn]
     for position, output in enumerate(program.outputs):
         arrays = [[outputs[position] for outputs in run] for run in runs]
         largest, mean = _errors([(expected, found) for expected, found, *_ in arrays])
@@ -133,10 +134,6 @@ def report(
             beside = _errors([(expected, found) for expected, _, found in arrays])
             sentence += f" (fp16: {beside[0]:.2g}, {beside[1]:.2g})"
         yield sentence
-
-
-def _inputs(program: Program, seeds: int) -> Iterator[dict[str, np.ndarray]]:
-    return (golden.draw_inputs(program, seed) for seed in range(seeds))
 
 
 def _errors(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float]:

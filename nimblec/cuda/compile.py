@@ -48,7 +48,8 @@ def compile_cuda(source: Source, options: Options, output: Path, observer: Obser
     request = CompileRequest(source=source, options=options, output=output, sys_path=sys_path)
     with scratch_folder() as folder:
         request.save(folder)
-        notes = tuple(_run_worker(folder, observer, _worker_of(options)))
+        worker = "nimblec.cuda.absent.worker" if options.is_for_absent else "nimblec.cuda.worker"
+        notes = tuple(_run_worker(folder, observer, worker))
     if options.precision == "fp8" and source.kind == "onnx" and not options.examples:
         notes += ("ranges of e4m3 were found on random inputs: give typical ones, --example NAME=FILE.npy",)
     return notes
@@ -77,17 +78,11 @@ def _refuse_for_absent(options: Options) -> None:
         )
 
 
-def _worker_of(options: Options) -> str:
-    """Return the module of the process that compiles: for the GPU here, or for one that is not."""
-    return "nimblec.cuda.absent.worker" if options.is_for_absent else _CAPTURING
-
-
-_CAPTURING = "nimblec.cuda.worker"
 _STDERR = 2
 """The output of the user's model goes to standard error, apart from nimblec's own."""
 
 
-def _run_worker(request: Path, observer: Observer, module: str = _CAPTURING) -> list[str]:
+def _run_worker(request: Path, observer: Observer, module: str) -> list[str]:
     read_end, write_end = os.pipe()
     worker = module_command(module, str(request), str(write_end))
     command = [sys.executable, "-I", "-S", fixed_addresses.__file__, *worker]

@@ -5,7 +5,7 @@ not be followed.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nimblec.graph.writes import written_values
 from nimblert.arrays.layouts import dense_strides, is_dense
 
 aten = torch.ops.aten
@@ -202,7 +203,7 @@ class Derivations(TorchDispatchMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], sources: frozenset[str], *, is_told: bool
     ) -> None:
         """Register the memories that a call wrote; a recipe makes the call on a copy, which replaces the memory."""
-        written = list(_written(func, args, kwargs))
+        written = [value for value in written_values(func, args, kwargs) if isinstance(value, Tensor)]
         whole = self._memory(written[0]) if len(written) == 1 and _returns_written(func) else None
         if not is_told or whole is None or not _is_all(whole) or whole.dtype is not written[0].dtype:
             for tensor in written:
@@ -261,14 +262,6 @@ def _is_all(memory: _Memory) -> bool:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a call writes."""
-    for place, described in enumerate(func._schema.arguments):
-        if described.alias_info is not None and described.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(described.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def strides_of_moved(recipe: Derivation, weight: Tensor) -> tuple[int, ...] | None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nimblec.base.options import DEFAULT_TRIP_LIMIT
 from nimblec.graph.outputs import outputs_of
 from nimblec.graph.state import StateSlot, set_slot
+from nimblec.graph.views import with_strides
 from nimblert.errors import endless
 
 
@@ -124,14 +125,9 @@ def _as_taken(body: fx.GraphModule, before: int, captured: Sequence[Tensor]) -> 
     ``before`` is the number of the body's arguments before these.
     """
     expected = [node.meta["val"] for node in body.graph.nodes if node.op == "placeholder"][before:]
-    return [_laid(value, like) for value, like in zip(captured, expected, strict=True)]
-
-
-def _laid(value: Tensor, like: Tensor) -> Tensor:
-    apart = [n for n, size in enumerate(value.shape) if size > 1]
-    if value.dtype is like.dtype and all(value.stride(n) == like.stride(n) for n in apart):
-        return value
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device).copy_(value)
+    return [
+        with_strides(value.to(like.dtype), like.stride()) for value, like in zip(captured, expected, strict=True)
+    ]
 
 
 def run_body(

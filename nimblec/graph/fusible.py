@@ -12,7 +12,7 @@ from nimblec.graph.vocabulary import is_tagged_pointwise
 
 aten = torch.ops.aten
 
-_TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
+_TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 
 _POINTWISE = frozenset({
     "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "mish", "log_sigmoid_forward", "prelu",

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nimblec.graph.definitions import FAKES, RECURRENT
+from nimblec.graph.views import lies_as
 from nimblert.arrays.layouts import is_dense
 
 aten = torch.ops.aten
@@ -336,12 +337,8 @@ def _without_tracebacks() -> Iterator[None]:
 
 def _has_strides(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | None = None) -> bool:
     """Return whether ``tensor`` has these strides; those of axes of length 1 do not count."""
-    apart = [n for n, length in enumerate(shape) if length != 1]
-    return (
-        tuple(tensor.shape) == tuple(shape)
-        and all(tensor.stride(n) == strides[n] for n in apart)
-        and offset in (None, tensor.storage_offset())
-    )
+    same_shape = tuple(tensor.shape) == tuple(shape)
+    return same_shape and lies_as(tensor, strides) and offset in (None, tensor.storage_offset())
 
 
 def _storage(tensor: Tensor) -> int:

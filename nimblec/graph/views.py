@@ -59,6 +59,13 @@ def lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
+def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return the same numbers with these strides: a copy, unless they lie so."""
+    if lies_as(tensor, strides):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def is_channels_last(tensor: Tensor) -> bool:
     """Return whether images (4 axes) lie channels last, without gaps."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)

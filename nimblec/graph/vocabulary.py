@@ -56,6 +56,15 @@ BY_STRIDE = frozenset(
 )
 """Calls whose meaning depends on the strides of their argument."""
 
+ALLOCATIONS = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+"""Calls that return memory as it is."""
+
 _ACTIVATIONS: Mapping[OpOverload, str] = {
     aten.relu6.default: "relu6",
     aten.hardswish.default: "hardswish",

@@ -1,7 +1,7 @@
 """The arguments that calls of ATen write."""
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -25,14 +25,17 @@ def written_positions(func: OpOverload, args: Sequence[Any]) -> Collection[int]:
     return [*declared, mean, var] if training and args[training] else declared
 
 
+def written_values(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that a call writes; of a list its items."""
+    for at in written_positions(func, args):
+        yield from tree_leaves(args[at] if at < len(args) else kwargs.get(func._schema.arguments[at].name))
+
+
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments that a node writes."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return
-    formals = node.target._schema.arguments
-    for at in written_positions(node.target, node.args):
-        given = node.args[at] if at < len(node.args) else node.kwargs.get(formals[at].name)
-        yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node))
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
+        values = written_values(node.target, node.args, node.kwargs)
+        yield from (value for value in values if isinstance(value, fx.Node))
 
 
 def writers(value: fx.Node) -> list[fx.Node]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nimblec.graph.views import with_strides
 from nimblec.kernels.shapes import Convolution, pair, product
 
 ALIGNMENT_NBYTES = 16
@@ -83,12 +84,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     """Return the same numbers with the strides of ``other``; a copy only as in `channels_last`."""
-    if tensor is None:
-        return None
-    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    if all(size == 1 or mine == theirs for size, mine, theirs in pairs):
-        return tensor
-    return torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=tensor.device).copy_(tensor)
+    return None if tensor is None else with_strides(tensor, other.stride())
 
 
 def new_images(x: Tensor, shape: Convolution) -> Tensor:

@@ -12,7 +12,7 @@ from nimblec.onnx_export.translations import COMMON
 from nimblec.onnx_export.weights import kept_weights, name_ends, optimize_around_weights
 from nimblec.pytorch.model import place_call
 from nimblec.pytorch.outputs import name_outputs
-from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.pytorch.repeatable import run_twice
 from nimblec.pytorch.sources import DynamicProgram
 from nimblert.plan.dimensions import profile_text
 
@@ -25,7 +25,7 @@ def export(dynamic: DynamicProgram, options: Options, folder: Path) -> ExportedM
     profile, call = next(iter(dynamic.calls(options).items()))
     model = place_call(call, device="cpu")
     at = f"{dynamic.name} at {profile_text(profile)}"
-    outputs = name_outputs(run_twice(at, model, HOW_STATE_IS_KEPT))
+    outputs = name_outputs(run_twice(at, model))
     path = folder / "model.onnx"
     with exporting_onnx(dynamic.name):
         program = torch.onnx.export(

@@ -25,13 +25,13 @@ from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.model import ModelCall, TorchModel, as_module, place_call
 from nimblec.pytorch.objects import refuse_script_within
 from nimblec.pytorch.outputs import missing_outputs, name_outputs
-from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, compared, run_twice
+from nimblec.pytorch.repeatable import compared, run_twice
 from nimblec.pytorch.state import (
     StateTensor,
     WithState,
-    contents,
     declared_writes,
     find_state,
+    named_tensors,
     refuse_autocast,
     refuse_shared_buffers,
     storages,
@@ -125,7 +125,7 @@ def _written(call: ModelCall) -> Sequence[str]:
     """Return the parameters and buffers that runs of a model write, once two runs were found to agree."""
     with borrowed(call.module) as originals:
         model = place_call(call, device="cpu")
-        run_twice(call.name, model, HOW_STATE_IS_KEPT, originals)
+        run_twice(call.name, model, originals)
         if declared := declared_writes(call.module):
             return declared
         with exporting(call.name, "torch.export"):
@@ -137,7 +137,7 @@ def _export(call: ModelCall, path: Path, *, refittable: bool, max_error: float |
     """Return a model exported without state; raises StateFoundError, before ONNX is made, if its runs write any."""
     with borrowed(call.module) as originals:
         model = place_call(call, device="cpu")
-        result = run_twice(call.name, model, HOW_STATE_IS_KEPT, originals)
+        result = run_twice(call.name, model, originals)
         outputs = name_outputs(result)
         _refuse_shared_names(call, outputs)
         notes = (*model.notes, *missing_outputs(result), *_complex(model.inputs, outputs))
@@ -168,7 +168,8 @@ def _export_with_state(
     """Return a model exported as a function of its state as well."""
     with borrowed(call.module):
         model = place_call(call, device="cpu")
-        held = contents(model.module, [tensor.name for tensor in state])
+        tensors = named_tensors(model.module)
+        held = tuple(tensors[each.name].detach().clone() for each in state)
         module = WithState(model.module, state)
         args = ((model.args, model.kwargs), held)
         with torch.no_grad():

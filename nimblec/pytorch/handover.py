@@ -26,7 +26,7 @@ from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.model import ModelCall, as_module, is_compiled, place_call
 from nimblec.pytorch.outputs import missing_outputs, results_by_name
 from nimblec.pytorch.recurrent import padded_sequences
-from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, run_twice
+from nimblec.pytorch.repeatable import run_twice
 from nimblec.pytorch.state import declared_writes, named_tensors, refuse_autocast, storages, written_by
 
 
@@ -164,7 +164,7 @@ def _export(call: ModelCall, path: Path, apart: Iterable[str] = ()) -> tuple[Exp
         # A function's own tensors stay where they are, and so do its arguments.
         device = "cpu" if module is call.module else next((t.device.type for _, t in call.inputs), "cpu")
         placed = place_call(call, device=device)
-        missing = missing_outputs(run_twice(call.name, placed, HOW_STATE_IS_KEPT, originals))
+        missing = missing_outputs(run_twice(call.name, placed, originals))
         # The hook is removed when the module is given back.
         module.register_forward_hook(results_by_name)
         with exporting(call.name, "torch.export"), padded_sequences():

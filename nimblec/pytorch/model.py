@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.base.options import InputSpec, Precision
 from nimblec.pytorch.borrowed import masks_as_given
-from nimblec.pytorch.fx_graph import SetSource, run_nodes
 from nimblec.pytorch.outputs import join_path
+from nimblec.pytorch.source_tracker import SetSource, run_nodes
 from nimblec.pytorch.tensors import DTYPES, as_tensor, check_dense, stand_in
 
 
@@ -172,11 +172,6 @@ def _fixed(name: str, leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | np.generic):
         raise UnsupportedModelError(f"argument {name!r} is a numpy array: give torch.from_numpy of it")
     return f"argument {name!r} is fixed to {shortened(leaf)}: only tensors are inputs of a plan"
-
-
-def place(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, device: str) -> TorchModel:
-    """Return a module and the arguments of one call, moved to ``device``."""
-    return place_call(bind(module, args, kwargs), device=device)
 
 
 def place_call(call: ModelCall, *, device: str) -> TorchModel:

@@ -15,10 +15,6 @@ from nimblec.pytorch.borrowed import Originals
 from nimblec.pytorch.model import TorchModel
 from nimblec.pytorch.outputs import name_outputs
 
-HOW_STATE_IS_KEPT = (
-    "and a plan draws none and keeps a state only in buffers: call .eval() first, or make the state in __init__ with "
-    "register_buffer and write into it in place (self.state.copy_(...))"
-)
 _ROUNDING = 1e-3
 """Relative to the largest magnitude: the difference that the order of threads may make in sums."""
 _HALF_ULPS = 8
@@ -27,23 +23,19 @@ _TIES = 0.01
 """The share of integers and bools that rounding may change, as in an argmax of equal values."""
 
 
-def refuse_differing(
-    name: str, first: Sequence[tuple[str, Tensor]], second: Sequence[tuple[str, Tensor]], remedy: str
-) -> None:
-    """Raise UnsupportedModelError if outputs of two runs, by name, differ by more than rounding.
-
-    ``remedy`` ends the sentence: how state is treated, and what to do.
-    """
+def refuse_differing(name: str, first: Sequence[tuple[str, Tensor]], second: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise UnsupportedModelError if outputs of two runs, by name, differ by more than rounding."""
     found = dict(second)
     for output, before in first:
         if output not in found or not _differ_by_rounding(before, found[output]):
             raise UnsupportedModelError(
                 f"{name}: two runs on equal inputs differ in output {output!r}: the model draws random numbers or has "
-                f"a state, {remedy}"
+                "a state, and a plan draws none and keeps a state only in buffers: call .eval() first, or make the "
+                "state in __init__ with register_buffer and write into it in place (self.state.copy_(...))"
             )
 
 
-def run_twice(name: str, model: TorchModel, remedy: str, originals: Originals | None = None) -> Any:
+def run_twice(name: str, model: TorchModel, originals: Originals | None = None) -> Any:
     """Return the model's result; two runs must agree, from the same buffers and parameters if ``originals`` are given.
 
     Raises TraceError if the model cannot be run, UnsupportedModelError if the runs differ.
@@ -60,7 +52,7 @@ def run_twice(name: str, model: TorchModel, remedy: str, originals: Originals | 
         return result
 
     first = run()
-    refuse_differing(name, name_outputs(first), name_outputs(run()), remedy)
+    refuse_differing(name, name_outputs(first), name_outputs(run()))
     return first
 
 

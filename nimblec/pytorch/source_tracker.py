@@ -1,8 +1,8 @@
-"""Find the module that makes each ATen call, or whose calls the gradient is of that makes it."""
+"""Find the part of the model that makes each ATen call, or whose calls the gradient is of that makes it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -11,6 +11,9 @@ from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.base.places import SOURCE_KEY, Phase, Place
+
+SetSource: TypeAlias = Callable[[str], None]
+"""Called during a run with the part of the model that runs next."""
 
 
 class SourceTracker:
@@ -103,3 +106,21 @@ def source_of(node: fx.Node) -> str:
         return source
     innermost = list((node.meta.get("nn_module_stack") or {}).values())[-1:]
     return str(innermost[0][0]) if innermost else ""
+
+
+class _SourceInterpreter(fx.Interpreter):
+    """Runs a graph and reports, before each call, where in the model it came from."""
+
+    def __init__(self, module: fx.GraphModule, set_source: SetSource) -> None:
+        super().__init__(module)
+        self._set_source = set_source
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._set_source(source_of(n))
+        return super().run_node(n)
+
+
+def run_nodes(module: fx.GraphModule, flat_inputs: Sequence[Any], set_source: SetSource) -> Any:
+    """Run a graph of ATen calls (an ONNX import, torch.export) on flattened arguments: what it returns."""
+    outputs = _SourceInterpreter(module, set_source).run(*flat_inputs, enable_io_processing=False)
+    return module.graph.process_outputs(outputs)

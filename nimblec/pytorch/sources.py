@@ -14,11 +14,11 @@ from nimblec.base.errors import ArgumentError, CompileError, user_code
 from nimblec.base.options import Options
 from nimblec.base.source import Source, read_entries
 from nimblec.pytorch import dynamic_shapes
-from nimblec.pytorch.export_errors import exporting
 from nimblec.pytorch.exported_program import load_exported
-from nimblec.pytorch.model import ModelCall, bind, state_written
+from nimblec.pytorch.model import ModelCall, bind
 from nimblec.pytorch.objects import is_exported, positional
 from nimblec.pytorch.recurrent import any_steps
+from nimblec.pytorch.state import written_by
 from nimblert.plan import Profile
 
 
@@ -58,10 +58,8 @@ class DynamicProgram:
     @property
     def writes_state(self) -> bool:
         """Whether a run changes buffers or parameters."""
-        with exporting(self.name, "torch.export"), any_steps():
-            # The signature of the functional program tells what in-place calls write.
-            functional = self.program.run_decompositions({})
-        return bool(state_written(functional.graph_signature))
+        with any_steps():
+            return bool(written_by(self.name, self.program))
 
     def calls(self, options: Options) -> dict[Profile, ModelCall]:
         """Return the model on inputs of each profile's sizes, over the same weights."""
@@ -131,15 +129,6 @@ def _call(name: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 ModuleCall: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A module, and the positional and keyword arguments of one call."""
-
-
-def import_callable(spec: str) -> ModuleCall:
-    """Return the result of the callable named "package.module:callable", which must be one entry."""
-    calls = import_entries(spec)
-    if len(calls) > 1:
-        raise CompileError(f"{spec}: returned the entries {list(calls)}, expected one")
-    (call,) = calls.values()
-    return call
 
 
 def import_entries(spec: str) -> dict[str, ModuleCall]:

@@ -1,6 +1,6 @@
 """The state of a module: the buffers and parameters that its runs write, and the module as a function of them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,12 +185,6 @@ def share(
             if isinstance(before, torch.nn.Parameter):
                 tensor = torch.nn.Parameter(tensor, before.requires_grad)
             kind[last] = found.setdefault(number, tensor)  # type: ignore[assignment]
-
-
-def contents(module: torch.nn.Module, names: Iterable[str]) -> tuple[torch.Tensor, ...]:
-    """Copy the tensors of these names."""
-    tensors = named_tensors(module)
-    return tuple(tensors[name].detach().clone() for name in names)
 
 
 class WithState(torch.nn.Module):

@@ -98,18 +98,6 @@ def _closed(accesses: Sequence[Access], apart: Collection[int]) -> tuple[Access,
     return (*(access for access in accesses if access.buffer in apart), *hulls.values())
 
 
-def conflicts(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield every pair of tasks that must keep their order, by comparing all pairs.
-
-    The definition itself, in quadratic time: `dependencies` must imply exactly these pairs.
-    """
-    for after, late in enumerate(graph.tasks):
-        for before, early in enumerate(graph.tasks[:after]):
-            same_opaque_op = early.op == late.op and graph.ops[late.op].opaque
-            if same_opaque_op or _conflict(graph, early, late):
-                yield before, after
-
-
 def rename_workspaces(graph: Graph) -> Graph:
     """Return ``graph`` with a workspace of its own for every op.
 
@@ -198,20 +186,6 @@ def _ordering(accesses: Sequence[Access], buffers: Sequence[Buffer]) -> Iterator
     for access in accesses:
         if access.nbytes and buffers[access.buffer].kind is not BufferKind.CONSTANT:
             yield access
-
-
-def _conflict(graph: Graph, early: Task, late: Task) -> bool:
-    """Tell whether the tasks touch a common byte that one of them writes."""
-    pairs = (
-        *((a, b) for a in early.writes for b in (*late.reads, *late.writes)),
-        *((a, b) for a in early.reads for b in late.writes),
-    )
-    return any(
-        a.buffer == b.buffer
-        and graph.buffers[a.buffer].kind is not BufferKind.CONSTANT
-        and max(a.offset, b.offset) < min(a.offset + a.nbytes, b.offset + b.nbytes)
-        for a, b in pairs
-    )
 
 
 def renamed(task: Task, name: Callable[[int], int]) -> Task:

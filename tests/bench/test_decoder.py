@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from calling import place
 from rewriting import counts
 
 from bench import decoder
@@ -16,7 +17,6 @@ from nimblec.compiler import compile_model
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize import o2
 from nimblec.optimize.pipeline import Runs, Setting
-from nimblec.pytorch.model import place
 
 STEPS = 20
 SMALL = f"{llama_decoder.__name__}:small"
@@ -27,7 +27,7 @@ def test_o2_kernels_write_the_cache_in_place() -> None:
     model, args = llama_decoder.step(llama_decoder.SMALL, torch.bfloat16)
     eager = copy.deepcopy(model)
     with torch.no_grad():
-        runs = Runs(place(model, args, device="cpu"), Setting(device="cpu", use=o2.first(SM_90)))
+        runs = Runs(place(model, args), Setting(device="cpu", use=o2.first(SM_90)))
         made = runs(*o2.TRITON)
         token = 1
         for position in range(STEPS):

@@ -15,7 +15,7 @@ from bench.models import amoebanet_a, darts, sized
 from bench.models.darts import DartsNetwork
 from bench.models.images import settled
 from bench.models.unet import UNet
-from nimblec.pytorch.sources import import_callable
+from bench.reference import seeded
 
 PACKAGES = {
     **dict.fromkeys(("bert_base", "gpt2", "t5_encoder"), "transformers"),
@@ -38,7 +38,7 @@ def test_model_is_what_its_name_says(spec: str, monkeypatch: pytest.MonkeyPatch)
     if find_spec(package) is None:
         pytest.skip(f"needs {package}: not installed")
     with torch.device("meta"), torch.no_grad():
-        module, inputs, _ = import_callable(spec)
+        module, inputs, _ = seeded(spec)
         # GPT-2's attention mask depends on values, which meta tensors lack.
         result = None if name == "gpt2" else module(*inputs)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[callable_name[:4]]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from calling import place
 from command_line import CommandLine
 from cpu_plans import floats, write_model
 from families import mobilenet
@@ -28,7 +29,6 @@ from nimblec.onnx_export.constants import like
 from nimblec.onnx_export.export import accuracy
 from nimblec.onnx_export.exporting import exporting_onnx
 from nimblec.onnx_export.translations import COMMON
-from nimblec.pytorch.model import place
 from nimblec.pytorch.state import WithState
 from nimblert import golden, loading
 from nimblert.check.verify import read_plan
@@ -285,7 +285,7 @@ def test_accuracy_allows_what_rounding_does(factor: float, differs: float, refus
     with exporting_onnx("m"):
         program = torch.onnx.export(_Magnifying(factor, 1 - differs), (x,), dynamo=True, verbose=False)
     assert program is not None
-    check = partial(accuracy, "m", program, place(module, (x,), device="cpu"), [("y", module(x))], max_error=None)
+    check = partial(accuracy, "m", program, place(module, (x,)), [("y", module(x))], max_error=None)
     if refused:
         with pytest.raises(CompileError, match=r"^m: output 'y' of the ONNX file .* 0\.\d+ of the largest magnitude"):
             check()

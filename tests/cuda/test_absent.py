@@ -15,7 +15,7 @@ from nimblec.base.ir import Access, BufferKind
 from nimblec.base.options import TargetChoice
 from nimblec.cuda import compile as cuda_compile
 from nimblec.cuda.absent.buffers import BufferTable
-from nimblec.cuda.absent.target import find_gpu
+from nimblec.cuda.absent.worker import find_gpu
 from nimblec.inspect.plan_difference import compare
 from nimblec.inspect.verification import Result, verify
 from nimblec.kernels.gpu import GPU, KNOWN

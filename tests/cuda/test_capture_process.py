@@ -39,7 +39,7 @@ def test_nothing_that_it_started_outlives_it(first: str, tmp_path: Path) -> None
 def test_whatever_it_dies_of_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text(json.dumps({"options": {"inputs": [], "named_inputs": []}}))
     with pytest.raises(CompileError) as failure:
-        cuda._run_worker(tmp_path, lambda _stage, _seconds: None)
+        cuda._run_worker(tmp_path, lambda _stage, _seconds: None, "nimblec.cuda.worker")
     where = "the capture process failed in the stage 'start a process'"
     sentence = rf"{where}: KeyError: 'timing_cache' \(request\.py, line \d+\)"
     assert re.fullmatch(sentence, str(failure.value))

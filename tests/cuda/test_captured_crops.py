@@ -11,7 +11,7 @@ from nimblec.cuda.capture import tasks
 
 def test_crops_come_after_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "node_handles", lambda _: [])
-    monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
+    monkeypatch.setattr(tasks, "triggers", lambda *_: ())
     capture: Any = SimpleNamespace(handle=0, ops=(), regions=())
     held = tuple(Buffer(kind=kind, nbytes=8) for kind in (BufferKind.OUTPUT, BufferKind.TEMPORARY))
     buffers: Any = SimpleNamespace(buffers=lambda _: held, byte_at=None)

@@ -157,7 +157,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, *, state: bool) -> tuple[Graph, Bu
     handles = {zone: [node(zone, *each) for each in nodes] for zone in (FIRST, SECOND)}
     monkeypatch.setattr(tasks, "node_handles", handles.__getitem__)
     monkeypatch.setattr(tasks, "read_node", lambda read: read)
-    monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
+    monkeypatch.setattr(tasks, "triggers", lambda *_: ())
     one = {"dtype": "int64", "shape": (), "data": memoryview(bytes(8))}
     contents = {
         Allocation(IMAGE): Content(name="x", dtype="uint8", shape=(256,), data=memoryview(bytes(256)), is_input=True),

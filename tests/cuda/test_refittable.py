@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calling import place
 from drawn_weights import drawn, randomised
 from families import bert, inception, mobilenet, resnet
 from rewriting import counts, run
@@ -33,7 +34,7 @@ from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.optimize.torch_compile import compiled
 from nimblec.optimize.variants import Variant, as_it_runs
 from nimblec.plan.assembly import Provenance
-from nimblec.pytorch.model import TorchModel, place
+from nimblec.pytorch.model import TorchModel
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.memory import layout
 from nimblec.schedule.streams import serial
@@ -87,11 +88,11 @@ def remade(make: Callable[[int], nn.Module], args: Sequence[Tensor], level: Leve
     """Make the network of one seed refittable, checked with the weights of another."""
     module, other = make(0), make(1)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = make_refittable(of_modules({"main": place(module, tuple(args), device="cpu")}), level)
+    found = make_refittable(of_modules({"main": place(module, tuple(args))}), level)
     assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
     assert not found.kept
     assert set(found.weights) == {key for key, tensor in before.items() if tensor.is_floating_point()}
-    (fresh,) = level(place(other, tuple(args), device="cpu"))
+    (fresh,) = level(place(other, tuple(args)))
     assert_remade(found, other.state_dict(), fresh.make(), args)
     return found
 
@@ -273,7 +274,7 @@ def test_a_weight_that_is_laid_otherwise_is_given_as_it_is(memory_format: torch.
     module = randomised(nn.Sequential(nn.Conv2d(4, 6, 3)), 0)
     module.to(memory_format=memory_format)  # type: ignore[call-overload]
     variants = by(passes(lambda graph: propagate_channels_last(graph, {torch.float32})))
-    found = make_refittable(of_modules({"main": place(module, (x,), device="cpu")}), variants)
+    found = make_refittable(of_modules({"main": place(module, (x,))}), variants)
     given = recipes(found, [made.model for made in found.variants["main"]], "cpu")
     assert given.made == ()
     assert set(given.given.values()) == {
@@ -297,7 +298,7 @@ class Scaled(nn.Module):
 
 def test_a_weight_whose_number_is_in_the_program_keeps_its_value() -> None:
     x = torch.rand(2, 4)
-    found = make_refittable(of_modules({"main": place(Scaled().eval(), (x,), device="cpu")}), level_1)
+    found = make_refittable(of_modules({"main": place(Scaled().eval(), (x,))}), level_1)
     assert found.kept == {"scale"}
     assert set(found.weights) == {"linear.weight", "linear.bias"}
     (made,) = found.variants["main"]
@@ -308,7 +309,7 @@ def test_a_weight_whose_number_is_in_the_program_keeps_its_value() -> None:
 
 def test_a_model_of_torch_compile_is_refused() -> None:
     x = torch.rand(2, 4)
-    model = place(nn.Linear(4, 4).eval(), (x,), device="cpu")
+    model = place(nn.Linear(4, 4).eval(), (x,))
     for variants in (lambda m: [as_it_runs(compiled(m))], lambda m: [as_it_runs(m)]):
         with pytest.raises(CompileError, match=r"--refittable: the model cannot become a graph .* with -O0"):
             make_refittable(of_modules({"main": model}), variants)

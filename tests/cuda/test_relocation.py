@@ -155,7 +155,7 @@ def test_relocation_refuses_earlier_memory(
     params = [_pack(address, DEVICE, DEVICE + 520) for address in (FIRST[0], SECOND[0])]
     monkeypatch.setattr(tasks, "node_handles", lambda graph: [graph])
     monkeypatch.setattr(tasks, "read_node", lambda node: _kernel(params[node]))
-    monkeypatch.setattr(tasks, "read_edges", lambda *_: ())
+    monkeypatch.setattr(tasks, "triggers", lambda *_: ())
     reads, writes = (tuple(ByteRange(begin=a, end=a + 8) for a in found) for found in (read, FIRST[:1]))
     op = OpRecord(name="aten.le", source="head", first_node=0, end_node=1, reads=reads, writes=writes)
     first, second = (SimpleNamespace(handle=n, ops=(op,), regions=()) for n in range(2))

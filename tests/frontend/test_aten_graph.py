@@ -8,12 +8,11 @@ import pytest
 import torch
 from calling import Calling
 from families import FAMILIES
-from rewriting import DenseNet, check
+from rewriting import DenseNet, check, optimize
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import TraceError, UnsupportedModelError
-from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 
 aten = torch.ops.aten

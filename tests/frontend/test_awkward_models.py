@@ -3,16 +3,16 @@
 import awkward_models
 import pytest
 import torch
-from rewriting import check, with_triton_kernels
+from calling import place
+from rewriting import check, optimize, with_triton_kernels
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from nimblec.graph import recorder
 from nimblec.graph.definitions import Interpreter
-from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 from nimblec.pytorch.flat import flattened
-from nimblec.pytorch.model import TorchModel, place
+from nimblec.pytorch.model import TorchModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of nested tensors and of windows
 
@@ -33,7 +33,7 @@ def _compare(graph: fx.GraphModule, model: TorchModel, expected: list[Tensor], t
 @pytest.mark.parametrize("name", awkward_models.MODELS)
 def test_every_rewrite_keeps_the_results(name: str) -> None:
     module, args, kwargs = awkward_models.build(name)
-    model = place(module, args, kwargs, device="cpu")
+    model = place(module, args, kwargs)
     with torch.no_grad():
         result = module(*model.args, **model.kwargs)
         expected = _tensors(result)

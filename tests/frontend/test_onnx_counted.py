@@ -10,13 +10,13 @@ import pytest
 import torch
 from onnx import ModelProto, numpy_helper
 from onnx_conformance import run_onnxruntime
+from rewriting import optimize
 
 from nimblec.base.errors import CompileError, UnsupportedModelError
 from nimblec.graph import recorder
 from nimblec.graph.definitions import Interpreter
 from nimblec.onnx_import.importer import OnnxProgram, import_model
 from nimblec.onnx_import.torch_model import load_onnx
-from nimblec.optimize import optimize
 from nimblec.pytorch.outputs import cut_outputs
 
 CONSTANTS: dict[str, object] = {

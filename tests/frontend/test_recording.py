@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from calling import Calling
+from calling import Calling, place
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -14,7 +14,6 @@ from nimblec.base.errors import TraceError, UnsupportedModelError
 from nimblec.graph.outputs import output_strides
 from nimblec.graph.rewriter import fake
 from nimblec.pytorch import aten_graph, flat
-from nimblec.pytorch.model import place
 from nimblec.pytorch.recording import record
 
 aten = torch.ops.aten
@@ -60,7 +59,7 @@ def test_a_training_step_is_recorded_as_its_export_is(
     model = network(drops=drops)
     batch = torch.randn(2, 3, 8, 8), torch.randint(0, 5, (2,))
     step = nimblec.training_step(model, functional.cross_entropy, make(model.parameters()), batch, clip_norm=1.0)
-    call = place(*step["train"], device="cpu")
+    call = place(*step["train"])
     recorded = flat.flattened(call)
     monkeypatch.setattr(flat, "record", aten_graph.trace)
     exported = flat.flattened(call)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rewriting import counts, random_half, record, rewritten, run
+from rewriting import counts, optimize, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,7 +17,6 @@ from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.attention_rewrite import AttentionRequest, requests, use_triton_attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling
-from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

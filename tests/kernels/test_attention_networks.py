@@ -2,7 +2,7 @@
 
 import torch
 from families.bert import Bert
-from rewriting import counts, run
+from rewriting import counts, optimize, run
 
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
@@ -10,7 +10,6 @@ from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.reductions.attention_rewrite import use_triton_attention
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling
 from nimblec.kernels.reductions.norm_rewrite import NORM
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.partition import partition
 from nimblec.pytorch.aten_graph import trace
 

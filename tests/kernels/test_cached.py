@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling import place
 from rewriting import counts
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize.o2 import TRITON, first
 from nimblec.optimize.pipeline import Runs, Setting
-from nimblec.pytorch.model import place
 
 HEADS, KEY_HEADS, LENGTH, SIZE = 4, 2, 16, 8
 
@@ -89,7 +89,7 @@ def check(
     eager = copy.deepcopy(model)
     with torch.no_grad():
         setting = Setting(device="cpu", use=first(SM_90))
-        made = Runs(place(model, draw(0), device="cpu"), setting)(*TRITON)
+        made = Runs(place(model, draw(0)), setting)(*TRITON)
         for position in (0, 3, LENGTH - 1):
             for (_, tensor), value in zip(made.inputs, draw(position), strict=True):
                 tensor.copy_(value)

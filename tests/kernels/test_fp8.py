@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import check, record, rewritten, run
+from rewriting import check, optimize, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 from triton_process import BY_ARCHITECTURE, interpret, needs_triton
@@ -29,7 +29,6 @@ from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.fp8_results import write_fp8
 from nimblec.kernels.reductions.norm_op import layer_norm_and_fp8
 from nimblec.kernels.shapes import product
-from nimblec.optimize import optimize
 from nimblec.optimize.o2 import KERNELS, first
 from nimblec.optimize.pipeline import Setting
 

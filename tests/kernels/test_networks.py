@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from choosing import Pool, selector
-from rewriting import DenseNet, assert_same, counts, randomize, rewritten
+from rewriting import DenseNet, assert_same, counts, optimize, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,6 @@ from nimblec.kernels.launch import ops
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_rewrite import GEMM, tilings, use_triton_kernels
 from nimblec.kernels.selector import FRAMEWORK, Selector
-from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 
 if TYPE_CHECKING:

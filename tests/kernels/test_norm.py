@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rewriting import counts, random_half, record, rewritten, run
+from rewriting import counts, optimize, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -14,7 +14,6 @@ from nimblec.kernels.reductions.norm_match import NormRequest, requests
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm
 from nimblec.kernels.reductions.norm_rewrite import use_triton_norms
 from nimblec.kernels.reductions.norm_tilings import Norm, NormTiling, norm_candidates
-from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

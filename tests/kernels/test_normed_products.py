@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from rewriting import counts, random_half, record, rewritten, run
+from rewriting import counts, optimize, random_half, record, rewritten, run
 from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.reductions.norm_folding import fold_norms_into_products
-from nimblec.optimize import optimize
 
 if TYPE_CHECKING:
     from nimblec.kernels.compiling import Job

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from arithmetic import arithmetic
-from rewriting import assert_same, counts, random_half, record, rewritten, run
+from rewriting import assert_same, counts, optimize, random_half, record, rewritten, run
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -19,7 +19,6 @@ from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, linear
 from nimblec.kernels.products.gemm_rewrite import tilings, use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.pytorch.aten_graph import trace
 

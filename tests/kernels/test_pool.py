@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewriting import counts, random_half, record, rewritten, run
+from rewriting import counts, optimize, random_half, record, rewritten, run
 from torch import Tensor
 from torch.nn import functional
 from triton_process import interpret, interpreted, needs_triton
@@ -19,7 +19,6 @@ from nimblec.kernels.reductions.pool_op import mean2d, pool2d, pooling_shape
 from nimblec.kernels.reductions.pool_rewrite import tilings, use_triton_pools
 from nimblec.kernels.reductions.pool_shapes import means_of
 from nimblec.kernels.reductions.pool_tilings import PoolTiling, mean_candidates, pool_candidates
-from nimblec.optimize import optimize
 
 TILING = PoolTiling(block_m=8, block_c=16, num_warps=2)
 

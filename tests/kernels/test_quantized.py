@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 import torch
 from quantized_models import PRODUCTS, SETTINGS, image, quantized_network
-from rewriting import check, run
+from rewriting import check, optimize, run
 from torch import fx
 from triton_process import interpret, needs_triton
 from triton_process import run as in_process
@@ -17,7 +17,6 @@ from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.products.quantized_op import convolution_of_integers
 from nimblec.kernels.products.quantized_rewrite import QUANTIZED, requests
 from nimblec.onnx_import.importer import import_model
-from nimblec.optimize import optimize
 
 CASES = {
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2])",

@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import torch
 from quantized_models import PRODUCTS, SETTINGS, image, quantized_network
+from rewriting import optimize
 from torch import Tensor
 
 import nimblec
@@ -18,7 +19,6 @@ from nimblec.kernels.gpu import GPU
 from nimblec.kernels.products.quantized_match import requests
 from nimblec.kernels.products.quantized_rewrite import QUANTIZED
 from nimblec.onnx_import.importer import import_model
-from nimblec.optimize import optimize
 from nimblert.plan import Launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper"), pytest.mark.timeout(300)]

@@ -8,11 +8,9 @@ from arithmetic import arithmetic
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import check, record, run, with_triton_kernels
+from rewriting import check, optimize, record, run, with_triton_kernels
 from torch import Tensor
 from torch.nn import functional
-
-from nimblec.optimize import optimize
 
 WIDTH = 16
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from rewriting import assert_same, check, counts, run
+from rewriting import assert_same, check, counts, optimize, run
 from torch import Tensor, fx, nn
 
 from nimblec.graph.rewriter import bound, fake
@@ -15,7 +15,6 @@ from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
 from nimblec.kernels.products.recurrence_rewrite import RECURRENCE, requests
 from nimblec.kernels.products.recurrence_tilings import Recurrence, RecurrenceTiling, recurrence_candidates
 from nimblec.onnx_import.importer import import_model
-from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 
 STEPS, BATCH, WIDTH, HIDDEN = 5, 3, 8, 16

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from choosing import selector
-from rewriting import counts, random_half, record
+from rewriting import counts, optimize, random_half, record
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -17,7 +17,6 @@ from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
 from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
 from nimblec.kernels.selector import FRAMEWORK, Family
-from nimblec.optimize import optimize
 
 IMAGES, ROWS, HEADS = random_half(2, 16, 8, 8), random_half(2, 5, 48), random_half(1, 2, 8, 16)
 WEIGHT, MATRIX = random_half(16, 16, 3, 3) / 12, random_half(48, 48) / 7

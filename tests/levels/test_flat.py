@@ -7,6 +7,7 @@ from typing import Any
 import entry_models
 import pytest
 import torch
+from calling import Looking, place
 from torch import nn
 
 from nimblec.base.errors import TraceError
@@ -15,7 +16,7 @@ from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch import flat
 from nimblec.pytorch.aten_graph import record_exported
 from nimblec.pytorch.flat import flattened, written_storages
-from nimblec.pytorch.model import TorchModel, place
+from nimblec.pytorch.model import TorchModel
 
 
 class Nested(nn.Module):
@@ -32,20 +33,12 @@ class Nested(nn.Module):
         return {"all": y, "parts": (y.mean(-1), y.argmax(-1)), "none": None}
 
 
-class Looking(nn.Module):
-    """Decides by value."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map any shape to the same."""
-        return x + 1 if x.sum() > 0 else x - 1
-
-
 @pytest.fixture
 def model() -> Iterator[TorchModel]:
     torch.manual_seed(0)
     example = {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}
     with torch.no_grad():
-        yield place(Nested().eval(), (example, 2), device="cpu")
+        yield place(Nested().eval(), (example, 2))
 
 
 def run(model: TorchModel) -> dict[str, Any]:
@@ -65,7 +58,7 @@ def test_a_flat_model_returns_the_same_in_the_same_structure(model: TorchModel) 
 def test_exported_module_is_recorded_without_another_export(
     entry: str, model: TorchModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adding = place(entry_models.Counter(), (torch.ones(4),), device="cpu")
+    adding = place(entry_models.Counter(), (torch.ones(4),))
     plain = model if entry == "nested" else replace(adding, writes=("total",))
     exported = replace(
         plain, module=torch.export.export(plain.module, plain.args, plain.kwargs).module(check_guards=False)
@@ -87,7 +80,7 @@ def test_exported_module_that_writes_slices_is_exported_again() -> None:
             return y
 
     x = torch.randn(3, 4)
-    exported = place(torch.export.export(Sliced(), (x,)).module(check_guards=False), (x,), device="cpu")
+    exported = place(torch.export.export(Sliced(), (x,)).module(check_guards=False), (x,))
     assert record_exported(exported.module, (x,), (), device="cpu") is None
     torch.testing.assert_close(run(flattened(exported)), Sliced()(x))
 
@@ -107,7 +100,7 @@ def test_a_fused_model_returns_the_same(model: TorchModel) -> None:
 
 
 def test_what_another_entry_writes_is_read_where_it_lies() -> None:
-    calls = {name: place(module, (x,), device="cpu") for name, (module, x) in entry_models.counting().items()}
+    calls = {name: place(module, (x,)) for name, (module, x) in entry_models.counting().items()}
     written = written_storages(calls["add"])
     assert written == {calls["add"].module.total.untyped_storage()._cdata}
     assert written_storages(calls["total"]) == frozenset()
@@ -123,4 +116,4 @@ def test_what_another_entry_writes_is_read_where_it_lies() -> None:
 
 def test_what_is_no_graph_of_pure_calls_is_refused() -> None:
     with pytest.raises(TraceError):
-        flattened(place(Looking().eval(), (torch.randn(2, 2),), device="cpu"))
+        flattened(place(Looking().eval(), (torch.randn(2, 2),)))

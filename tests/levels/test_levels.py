@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import model_zoo
 import pytest
 import torch
+from calling import Looking, place
 from torch import fx, nn
 
 from nimblec.base.errors import CompileError, TraceError
@@ -20,19 +21,11 @@ from nimblec.optimize.pipeline import Pipeline, Setting
 from nimblec.optimize.rewrites import REGIONS, REWRITES
 from nimblec.optimize.variants import Variant, variants
 from nimblec.plan.timing_cache import TimingCache
-from nimblec.pytorch.model import TorchModel, place
-
-
-class Looking(nn.Module):
-    """Decides by value: no graph of pure calls."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map any shape to the same."""
-        return x + 1 if x.sum() > 0 else x - 1
+from nimblec.pytorch.model import TorchModel
 
 
 def placed(module: nn.Module) -> TorchModel:
-    return place(module.eval(), (torch.randn(4, 8),), device="cpu")
+    return place(module.eval(), (torch.randn(4, 8),))
 
 
 @pytest.fixture
@@ -152,7 +145,7 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     monkeypatch.setattr(Untimed, "given", [])
     names = []
     module, x = Small().eval(), torch.randn(1, 8, 6, 6)
-    for variant in variants(place(module, (x,), device="cpu"), 2, None, times):
+    for variant in variants(place(module, (x,)), 2, None, times):
         names.append(variant.name)
         if variant.name != "torch.compile":
             variant.make()
@@ -170,7 +163,7 @@ def test_shared_state_falls_back_on_regions(times: TimingCache, monkeypatch: pyt
     monkeypatch.setattr(o2, "Timed", Untimed)
     module = Small().eval()
     written = frozenset({module.linear.weight.untyped_storage()._cdata})
-    alone = place(module, (torch.randn(1, 8, 6, 6),), device="cpu")
+    alone = place(module, (torch.randn(1, 8, 6, 6),))
     for model, fallbacks in ((alone, []), (replace(alone, written_elsewhere=written), ["fused regions"])):
         found: list[Variant] = []
         for variant in variants(model, 2, None, times):

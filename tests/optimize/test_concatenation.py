@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rewriting import assert_same, counts, random_half, record, rewritten
+from rewriting import assert_same, counts, optimize, random_half, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -14,7 +14,6 @@ from nimblec.kernels.products.gemm_match import requests
 from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.siblings import join_siblings
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.optimize.passes.partition import partition
 
@@ -173,7 +172,7 @@ def test_concatenation_view_keeps_layout(rows: bool) -> None:
 
 def test_generated_kernels_read_the_whole() -> None:
     after = rewritten(_placed(_graph(_dense_block)), lambda module: use_triton_kernels(module, lambda _: TILING))
-    names = [{str(call.target._schema.name) for call in region.calls} for region in partition(after)]
+    names = [{str(call.target._schema.name) for call in region} for region in partition(after)]
     assert names
     assert not any(name.startswith("nimblec") for calls in names for name in calls)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from calling import place
 from control_models import MODELS
 from torch import Tensor
 from torch._ops import OpOverload
@@ -12,7 +13,7 @@ from nimblec.graph.views import is_view
 from nimblec.optimize.variants import variants
 from nimblec.plan.timing_cache import TimingCache
 from nimblec.pytorch.flat import flattened
-from nimblec.pytorch.model import TorchModel, place
+from nimblec.pytorch.model import TorchModel
 from nimblert.errors import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -23,7 +24,7 @@ def placed(name: str) -> tuple[TorchModel, list[Tensor]]:
     torch.manual_seed(0)
     module, args = MODELS[name]()
     with torch.no_grad():
-        return place(module.eval(), args, device="cpu"), pytree.tree_leaves(module(*args))
+        return place(module.eval(), args), pytree.tree_leaves(module(*args))
 
 
 def run(model: TorchModel) -> list[Tensor]:

@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rewriting import assert_same, checked, counts, record, rewritten
+from rewriting import assert_same, checked, counts, optimize, record, rewritten
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nimblec.graph.simplify import simplify
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.copies import drop_copies
 from nimblec.pytorch.aten_graph import trace
 

@@ -6,10 +6,9 @@ import onnx
 import pytest
 import torch
 from families import FAMILIES, export
-from rewriting import assert_same, check, counts, family, run
+from rewriting import assert_same, check, counts, family, optimize, run
 
 from nimblec.onnx_import.importer import import_model
-from nimblec.optimize import optimize
 
 
 @pytest.mark.parametrize(

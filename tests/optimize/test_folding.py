@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, optimize, record, rewritten
 from torch import fx, nn
 
 from nimblec.graph.outputs import separate_outputs
 from nimblec.graph.simplify import simplify
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.folding import GROWTH, fill_empty, fold_constants
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
 from nimblec.pytorch.aten_graph import trace

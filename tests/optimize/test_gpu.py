@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from families import FAMILIES
-from rewriting import DenseNet, counts, randomize
+from rewriting import DenseNet, compile_regions, counts, optimize, randomize
 from torch import Tensor, fx, nn
 
 from nimblec.graph.rewriter import fake
@@ -35,8 +35,6 @@ def _error(truth: Sequence[Tensor], results: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [*FAMILIES, "densenet"])
 def test_a_family(name: str, dtype: torch.dtype) -> None:
-    from nimblec.optimize import compile_regions, optimize
-
     before, inputs = _on_gpu(name, dtype)
     exact, exact_inputs = _on_gpu(name, torch.float64)
     truth = _run(exact, exact_inputs)
@@ -86,8 +84,6 @@ class _Attention(nn.Module):
 @pytest.mark.parametrize("tokens", [17, 64])
 @pytest.mark.parametrize("kind", ["all", "causal", "some"])
 def test_constant_masks(kind: str, tokens: int, dtype: torch.dtype) -> None:
-    from nimblec.optimize import optimize
-
     torch.manual_seed(0)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
     mask = {"all": mask, "causal": mask.tril(), "some": (torch.rand(mask.shape) < 0.5) | mask.triu(tokens - 1)}[kind]
@@ -114,8 +110,6 @@ class _LanguageModel(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_padded_weights(dtype: torch.dtype) -> None:
-    from nimblec.optimize import optimize
-
     torch.manual_seed(0)
     before, inputs = _graph(_LanguageModel(4099, 256).to(dtype), torch.randint(4099, (2, 16)))
     after = optimize(before, device="cuda")
@@ -144,8 +138,6 @@ class _Stencils(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_single_calls_as_regions(dtype: torch.dtype) -> None:
-    from nimblec.optimize import compile_regions, optimize
-
     torch.manual_seed(0)
     images = torch.randn(2, 16, 32, 32, dtype=dtype).to(memory_format=torch.channels_last)
     before, inputs = _graph(_Stencils().to(dtype), images)

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from rewriting import assert_same, counts, record, rewritten
+from rewriting import assert_same, counts, optimize, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.graph.rewriter import bound, fake, is_call
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.layout_groups import lay_groups_contiguous
 
 HALF, FLOAT = torch.float16, torch.float32

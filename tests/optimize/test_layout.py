@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from rewriting import assert_same, checked, counts, family, record, rewritten
+from rewriting import assert_same, checked, counts, family, optimize, record, rewritten
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import fake
 from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTION_BACKWARD, CONVOLUTIONS
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.channels_last import CONTIGUOUS, lay_contiguous, propagate_channels_last
 
 X = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).half()

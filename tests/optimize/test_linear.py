@@ -6,10 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
-from rewriting import assert_same, checked, counts, record, rewritten
+from rewriting import assert_same, checked, counts, optimize, record, rewritten
 from torch import Tensor, fx
 
-from nimblec.optimize import optimize
 from nimblec.optimize.passes import aligned_weights
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights

@@ -12,12 +12,11 @@ from exported_models import MODELS, export
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import check, counts, eager, family, randomize, record, rewritten, run
+from rewriting import check, counts, eager, family, optimize, randomize, record, rewritten, run
 from torch import Tensor, fx, nn
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.onnx_import.importer import import_model
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.cast import cast
 from nimblec.pytorch.aten_graph import trace
 

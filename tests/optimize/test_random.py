@@ -6,10 +6,9 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, check, record, rewritten
+from rewriting import assert_same, check, optimize, record, rewritten
 from torch import Tensor, fx
 
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.biases import free_biases
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 from nimblec.optimize.passes.convolutions import fuse_convolutions

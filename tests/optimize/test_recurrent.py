@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import assert_same, check, counts
+from rewriting import assert_same, check, counts, optimize
 from torch import Tensor, nn
 
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph import recorder
 from nimblec.graph.rewriter import bound, fake
-from nimblec.optimize import optimize
 from nimblec.pytorch.aten_graph import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")

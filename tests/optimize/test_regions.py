@@ -12,14 +12,13 @@ from examples import examples
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, checked, counts, family, record, rewritten
+from rewriting import assert_same, checked, compile_regions, counts, family, optimize, record, rewritten
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
 from nimblec.graph.rewriter import Rewriter
 from nimblec.graph.views import is_view
-from nimblec.optimize import compile_regions, optimize
 from nimblec.optimize.passes import inductor
 from nimblec.optimize.passes.biases import free_biases
 from nimblec.optimize.passes.channels_last import propagate_channels_last
@@ -35,7 +34,7 @@ def _as_calls(module: fx.GraphModule, regions: Sequence[Region]) -> fx.GraphModu
     def function(extracted: Extract) -> Callable[[list[Tensor]], Any]:
         return lambda inputs: extracted.module(*inputs)
 
-    extracts = [extract(Region(calls=tuple(twins[c] for c in region.calls))) for region in regions]
+    extracts = [extract(tuple(twins[c] for c in region)) for region in regions]
     replace(result, {function(e): [e] for e in extracts})
     result.recompile()
     return result
@@ -74,19 +73,19 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 def _check_partition(module: fx.GraphModule, regions: Sequence[Region]) -> None:
     graph = _dependencies(module)
-    calls = [call for region in regions for call in region.calls]
+    calls = [call for region in regions for call in region]
     assert len(calls) == len(set(calls))
     assert all(is_fusible(call) and not is_view(call) for call in calls)
-    assert nx.is_directed_acyclic_graph(_contracted(graph, [region.calls for region in regions]))
+    assert nx.is_directed_acyclic_graph(_contracted(graph, regions))
     for region in regions:
         inside = nx.Graph()
-        inside.add_edges_from((s, c) for c in region.calls for s in _sources(c) if s in region.calls)
-        inside.add_nodes_from(region.calls)
+        inside.add_edges_from((s, c) for c in region for s in _sources(c) if s in region)
+        inside.add_nodes_from(region)
         assert nx.is_connected(inside)
-        assert len(region.calls) > 1 or is_slow_alone(region.calls[0])
-        assert set(inside) == set(region.calls)
+        assert len(region) > 1 or is_slow_alone(region[0])
+        assert set(inside) == set(region)
     singles = [[n] for n in graph if n.op == "call_function" and is_fusible(n) and not is_view(n) and n not in calls]
-    groups = [list(region.calls) for region in regions] + singles
+    groups = [list(region) for region in regions] + singles
     of = {node: group for group in groups for node in group}
     for group in groups:
         for node in group:
@@ -166,7 +165,7 @@ def test_a_norm_and_its_activation_in_half_precision() -> None:
 
     before = record(model, x)
     (region,) = partition(before)
-    assert len(region.calls) == 2
+    assert len(region) == 2
     after = compile_regions(before)
     assert sum(n.op == "call_function" for n in after.graph.nodes) == 2  # the op, and its one result
     assert_same(before, after, x, rtol=2e-3)
@@ -176,14 +175,14 @@ def test_pooling_begins_a_region() -> None:
     x = torch.randn(1, 2, 8, 8)
     module = record(lambda x: torch.relu(torch.nn.functional.avg_pool2d(torch.sigmoid(x) * 2, 2)) + 1, x)
     first, second = partition(module)
-    assert [len(first.calls), len(second.calls)] == [2, 3]
+    assert [len(first), len(second)] == [2, 3]
 
 
 IMAGE = torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
 
 
 def _names(regions: Sequence[Region]) -> list[list[str]]:
-    return [[c.target._schema.name.partition("::")[2] for c in region.calls] for region in regions]
+    return [[c.target._schema.name.partition("::")[2] for c in region] for region in regions]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_a_region_returns_no_view() -> None:
     module = record(model, X)
     (region,) = partition(module)
     extracted = extract(region)
-    assert extracted.outputs == (region.calls[-1],)
+    assert extracted.outputs == (region[-1],)
     assert [n.op for n in extracted.module.graph.nodes] == ["placeholder", "call_function", "call_function", "output"]
 
 
@@ -461,7 +460,7 @@ def test_pools_alone_are_worth_generated_code_only_at_any_cost() -> None:
     images = torch.randn(1, 4, 8, 8)
     pools = record(lambda x: F.conv2d(F.max_pool2d(x, 2), torch.ones(4, 4, 1, 1)).mean((2, 3)), images)
     assert counts(compile_regions(pools, at_any_cost=False)) == counts(pools)
-    assert [region.calls[0].target for region in partition(pools)] == [
+    assert [region[0].target for region in partition(pools)] == [
         torch.ops.aten.max_pool2d_with_indices.default,
         torch.ops.aten.mean.dim,
     ]

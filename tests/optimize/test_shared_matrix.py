@@ -9,13 +9,12 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, check, checked, counts, record, rewritten
+from rewriting import assert_same, check, checked, counts, optimize, record, rewritten
 from torch import Tensor, fx, nn
 
 from nimblec.graph.rewriter import Rewriter, fake
 from nimblec.graph.views import is_view
 from nimblec.kernels.products.gemm_match import requests
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.pytorch.aten_graph import trace
 

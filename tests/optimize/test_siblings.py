@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rewriting import assert_same, counts, random_half, record, rewritten
+from rewriting import assert_same, counts, optimize, random_half, record, rewritten
 from torch import Tensor, fx
 from torch.nn import functional
 
@@ -12,7 +12,6 @@ from nimblec.kernels.products.gemm_match import requests
 from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.siblings import join_siblings
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.channels_last import propagate_channels_last
 
 TILING = Tiling(block_m=16, block_n=16, block_k=32)

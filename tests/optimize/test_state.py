@@ -9,6 +9,7 @@ import pytest
 import stateful_models
 import torch
 import training_steps
+from calling import place
 from rewriting import counts
 from torch import Tensor, fx, nn
 
@@ -18,7 +19,7 @@ from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.optimize.variants import AS_WRITTEN
 from nimblec.pytorch.flat import flattened
-from nimblec.pytorch.model import TorchModel, place
+from nimblec.pytorch.model import TorchModel
 from nimblec.training import entries
 from nimblec.training.step import trace
 
@@ -27,7 +28,7 @@ STEPS = 40
 
 def fused(module: nn.Module, *args: Tensor) -> TorchModel:
     """Return the module as -O1 makes it, over the module's own state."""
-    return Runs(place(module, args, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS)
+    return Runs(place(module, args), Setting(device="cpu"))(*FUSED_REGIONS)
 
 
 def check(model: nn.Module, draw: Callable[[int], tuple[Tensor, ...]], steps: int = 5) -> fx.GraphModule:
@@ -298,7 +299,7 @@ def test_rows_read_between_writes_stay_in_place() -> None:
 
 
 def test_pure_graphs_take_the_state_and_give_it_back() -> None:
-    flat = flattened(place(stateful_models.Exchange(), (torch.ones(4),), device="cpu"))
+    flat = flattened(place(stateful_models.Exchange(), (torch.ones(4),)))
     found = slots(flat.module)
     assert {slot.name: slot.output for slot in found.values()} == {"left": 2, "right": 3, "kept": 4}
     assert len(flat.args) == 1 + len(found)
@@ -308,7 +309,7 @@ def test_state_is_kept_in_half_precision_at_level_0() -> None:
     model, eager = stateful_models.Statistics(), stateful_models.Statistics()
     with torch.no_grad():
         setting = Setting(device="cpu", dtype=torch.bfloat16)
-        made = Runs(place(model, (torch.ones(4),), device="cpu"), setting)(AS_WRITTEN)
+        made = Runs(place(model, (torch.ones(4),)), setting)(AS_WRITTEN)
         for _ in range(3):
             torch.testing.assert_close(made.run(lambda _source: None), eager(torch.ones(4)), rtol=2e-2, atol=2e-2)
     assert model.count == 3

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting import check, with_triton_kernels
+from calling import place
+from rewriting import check, optimize, with_triton_kernels
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nimblec.base.errors import CompileError
 from nimblec.graph.definitions import Interpreter
-from nimblec.optimize import optimize
 from nimblec.pytorch.flat import flattened
-from nimblec.pytorch.model import place
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # torch's own, of what it will remove
 
@@ -59,7 +58,7 @@ def _compared(module: nn.Module, tensors: list[Tensor]) -> bool:
     """Return whether a sample runs and is compiled; then each graph gives what PyTorch gives."""
     try:
         wanted = [leaf for leaf in pytree.tree_leaves(module(*map(torch.clone, tensors))) if isinstance(leaf, Tensor)]
-        flat = flattened(place(module, tuple(tensors), {}, device="cpu"))
+        flat = flattened(place(module, tuple(tensors), {}))
     except (RuntimeError, CompileError):  # some samples are of errors; what cannot be compiled is refused
         return False
     given = [tensor for _, tensor in flat.inputs]

@@ -8,14 +8,13 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from rewriting import assert_same, check, checked, counts, randomize, record, rewritten
+from rewriting import assert_same, check, checked, counts, optimize, randomize, record, rewritten
 from torch import Tensor, fx, nn
 
 from bench.models import unet
 from nimblec.graph.rewriter import fake
 from nimblec.graph.views import is_view
 from nimblec.kernels.products.gemm_match import requests
-from nimblec.optimize import optimize
 from nimblec.optimize.passes.partition import extract, partition, replace
 from nimblec.optimize.passes.transposed import block_transposed_convolutions
 from nimblec.pytorch.aten_graph import trace
@@ -177,7 +176,7 @@ def test_the_copy_is_part_of_what_follows(dtype: torch.dtype) -> None:
     before, x = _network(dtype)
     after = optimize(before, device="cuda")
     (region,) = (r for r in partition(after) if "cat" in counts(extract(r).module))
-    assert [str(call.target) for call in region.calls][-2:] == ["aten.clone.default", "aten.cat.default"]
+    assert [str(call.target) for call in region][-2:] == ["aten.clone.default", "aten.cat.default"]
     extracts = [extract(r) for r in partition(after)]
     replace(after, {lambda inputs, e=e: e.module(*inputs): [e] for e in extracts})
     assert_same(before, after, x, rtol=32 * torch.finfo(dtype).eps)
@@ -194,4 +193,4 @@ def test_our_kernels_serve_a_whole_unet() -> None:
     assert all("bias" in r.has for r in asked)
     assert len(asked) == counts(graph)["convolution"] == 23
     joined = [r for r in partition(after) if "cat" in counts(extract(r).module)]
-    assert [len(region.calls) for region in joined] == [2, 2, 2, 2]
+    assert [len(region) for region in joined] == [2, 2, 2, 2]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from calling import place
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,7 +21,6 @@ from nimblec.graph.definitions import Interpreter
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize.o2 import TRITON, first
 from nimblec.optimize.pipeline import Runs, Setting
-from nimblec.pytorch.model import place
 
 TOLERANCE = 1e-4
 """Limit of the error, relative to the norm of an output."""
@@ -192,7 +192,7 @@ def compared(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, 
     """Return the number of calls of each graph, and the largest relative error of any output."""
     with torch.no_grad():
         expected = [leaf for leaf in pytree.tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
-        model = place(module, inputs, device="cpu")
+        model = place(module, inputs)
         runs = Runs(model, Setting(device="cuda", use=first(SM_90)))
         rewritten, *kernels = TRITON[:-1]  # no regions: torch computes the calls by their definitions
         graphs = [runs(*pipelines).module for pipelines in ((), (rewritten,), (rewritten, *kernels))]

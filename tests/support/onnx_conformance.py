@@ -55,10 +55,10 @@ def run_aten(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray
 def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Import a model, rewrite its calls as ``-O1`` does for a GPU, and run them with torch on the CPU."""
     import torch
+    from rewriting import optimize
 
     from nimblec.graph.definitions import Interpreter
     from nimblec.onnx_import.importer import import_model
-    from nimblec.optimize import optimize
     from nimblec.pytorch.outputs import cut_outputs
 
     program = import_model(model)
@@ -71,9 +71,9 @@ def run_optimized(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.nd
 def run_fused(model: ModelProto, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Run regions compiled by Inductor, all of the model on the GPU where there is one."""
     import torch
+    from rewriting import compile_regions, optimize
 
     from nimblec.onnx_import.importer import import_model
-    from nimblec.optimize import compile_regions, optimize
     from nimblec.pytorch.outputs import cut_outputs
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

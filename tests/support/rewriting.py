@@ -16,6 +16,7 @@ from nimblec.graph.rewriter import Rewriter, copied
 from nimblec.kernels.gpu import SM_90
 from nimblec.optimize.o2 import KERNELS, first
 from nimblec.optimize.pipeline import Setting
+from nimblec.optimize.rewrites import REGIONS, REWRITES
 from nimblec.pytorch.aten_graph import trace
 
 
@@ -77,6 +78,16 @@ def run(module: fx.GraphModule, *inputs: Tensor) -> tuple[Tensor, ...]:
     with torch.no_grad():
         outputs: tuple[Tensor, ...] = Interpreter(module).run(*inputs)
         return outputs
+
+
+def optimize(module: fx.GraphModule, *, device: str, dtype: torch.dtype | None = None) -> fx.GraphModule:
+    """Return a copy of a graph after all rewrites for ``device`` ("cuda" or "cpu"), in the half precision ``dtype``."""
+    return REWRITES(module, Setting(device=device, dtype=dtype))
+
+
+def compile_regions(module: fx.GraphModule, *, at_any_cost: bool = True) -> fx.GraphModule:
+    """Return a copy in which each region is one call; without ``at_any_cost``, only if one of them saves a launch."""
+    return REGIONS(module, Setting(at_any_cost=at_any_cost))
 
 
 def with_triton_kernels(module: fx.GraphModule) -> fx.GraphModule:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from autocast_steps import HUGE, Eager, batch, loss, without_norms
+from calling import place
 from torch import nn
 
 import nimblec
@@ -21,7 +22,6 @@ from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch.flat import written_storages
 from nimblec.pytorch.handover import hand_over
-from nimblec.pytorch.model import place
 from nimblec.training.scaler import SCALE, TRACKER, initial_scaler, unscale, update_scale
 
 KINDS = ("bf16", "fp16")
@@ -181,7 +181,7 @@ def test_the_passes_of_fusion_hold_under_autocast(kind: str) -> None:
     """Of -O1; here on tensors of the CPU."""
     name = f"clipped_{kind}"
     step, eager = autocast_steps.step(name, without_norms), Eager(name, "cpu", without_norms)
-    calls = {entry: place(module, inputs, device="cpu") for entry, (module, inputs) in step.items()}
+    calls = {entry: place(module, inputs) for entry, (module, inputs) in step.items()}
     written = frozenset().union(*map(written_storages, calls.values()))
     with torch.no_grad():
         made = {

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from calling import place
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ import nimblert
 from nimblec.base.errors import UnsupportedModelError
 from nimblec.graph.state import slots
 from nimblec.pytorch.flat import flattened
-from nimblec.pytorch.model import place
 
 STEPS = 4
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -129,7 +129,7 @@ def test_the_graph_for_a_gpu_has_each_tensor_that_changes_once(
 ) -> None:
     model = make()
     step = nimblec.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch(0))
-    flat = flattened(place(*step["train"], device="cpu"))
+    flat = flattened(place(*step["train"]))
     state = slots(flat.module).values()
     before = copy.deepcopy(held(model))
     eager_step(model, torch.optim.SGD(model.parameters(), 0.1), *batch(0))

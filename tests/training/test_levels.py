@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calling import place
 from torch import Tensor, nn
 
 import nimblec
 from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.optimize.rewrites import FUSED_REGIONS
 from nimblec.pytorch.flat import written_storages
-from nimblec.pytorch.model import place
 from nimblec.training.random import Draws
 
 loss = nn.functional.cross_entropy
@@ -82,7 +82,7 @@ def test_a_fused_step_is_pytorchs(make: Make, build: Callable[[], nn.Module], ba
     eager = copy.deepcopy(model).train()
     optimizer, offset = make(eager), 0
     step = nimblec.training_step(model, loss, make(model), batch(0), clip_norm=1.0)
-    calls = {name: place(module, inputs, device="cpu") for name, (module, inputs) in step.items()}
+    calls = {name: place(module, inputs) for name, (module, inputs) in step.items()}
     written = frozenset().union(*map(written_storages, calls.values()))
     assert {tensor.untyped_storage()._cdata for tensor in model.parameters()} <= written
     with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling import place
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,9 +18,7 @@ from nimblec.inspect.layers import by_layer
 from nimblec.inspect.parts import parts_of
 from nimblec.optimize.pipeline import Runs, Setting
 from nimblec.optimize.rewrites import FUSED_REGIONS
-from nimblec.pytorch.fx_graph import run_nodes
-from nimblec.pytorch.model import place
-from nimblec.pytorch.source_tracker import SourceTracker
+from nimblec.pytorch.source_tracker import SourceTracker, run_nodes
 from nimblert.check.verify import read_plan
 from samples.training_step import digits
 
@@ -137,7 +136,7 @@ def test_fused_kernels_are_of_all_that_they_compute() -> None:
     """At -O1, on the CPU."""
     module, inputs = step(clip_norm=1.0)
     with torch.no_grad():
-        made = Runs(place(module, inputs, device="cpu"), Setting(device="cpu"))(*FUSED_REGIONS).module
+        made = Runs(place(module, inputs), Setting(device="cpu"))(*FUSED_REGIONS).module
     calls = [node for node in made.graph.nodes if node.op == "call_function"]
     assert all(node.meta["source"] for node in calls), [node.name for node in calls if not node.meta["source"]]
     found = phases([node.meta["source"] for node in calls])

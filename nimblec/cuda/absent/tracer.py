@@ -19,6 +19,7 @@ from nimblec.cuda.absent.inductor import seeing_launches
 from nimblec.graph import control
 from nimblec.graph.rewriter import constant_of
 from nimblec.graph.state import slots
+from nimblec.graph.vocabulary import ALLOCATIONS
 from nimblec.graph.writes import written_positions
 from nimblec.kernels.gpu import GPU
 from nimblec.kernels.launch import ops, prepared
@@ -30,12 +31,6 @@ from nimblec.pytorch.state import scratch_storages
 from nimblert.plan import Dim3
 
 aten = torch.ops.aten
-
-_ALLOCATIONS = frozenset({
-    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
-    aten.new_empty_strided.default,
-})  # fmt: skip
-
 
 _COPIES = frozenset({aten.clone.default, aten.copy_.default})
 """Calls that generated code may be surrounded by, where it lays out a result otherwise than was inferred."""
@@ -107,7 +102,7 @@ class Tracer(TorchDispatchMode):
             # The model was recorded on the CPU.
             kwargs = {**kwargs, "device": torch.device("cuda")}
         result = func(*args, **kwargs)
-        if func in _ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
+        if func in ALLOCATIONS or _is_view(func) or not _has_tensors(result) or self._moves(func, args, result):
             return result
         if self._inside and (func not in _COPIES or self._inside == str(func)):
             raise UnsupportedModelError(self.refusal(self._inside))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nimblec.base.errors import CompileError
-from nimblec.cuda.absent.target import find_gpu
 from nimblec.cuda.check import report
 from nimblec.cuda.common_state import refuse_folded_state, with_common_state
 from nimblec.cuda.given_weights import with_weights
@@ -22,6 +21,7 @@ from nimblec.cuda.reports import Reports
 from nimblec.cuda.request import CompileRequest
 from nimblec.cuda.selection import half, refuse_without_fp8
 from nimblec.cuda.worker import serve
+from nimblec.kernels.gpu import GPU, KNOWN
 from nimblec.padding.fits import mark_masks
 from nimblec.plan import encoder
 from nimblec.plan.assembly import Provenance, assemble
@@ -37,6 +37,14 @@ if TYPE_CHECKING:
 _SEED = 0
 _TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "fp16": 2e-2, "bfloat16": 8e-2, "bf16": 8e-2, "fp8": 8e-2}
 """The largest difference from the CPU's results to allow on the GPU, relative to an output's largest magnitude."""
+
+
+def find_gpu(name: str) -> GPU:
+    """Return the record of a GPU by its architecture's name, such as "sm_90". Raises CompileError for another."""
+    known = {f"sm_{gpu.architecture}": gpu for gpu in KNOWN}
+    if name not in known:
+        raise CompileError(f"--target {name}: is not known here: give one of {', '.join(known)}, cuda or cpu")
+    return known[name]
 
 
 class _Worker:

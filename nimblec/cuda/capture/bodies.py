@@ -24,7 +24,7 @@ from nimblec.base.ir import (
     Task,
 )
 from nimblec.graph.control import Control, Loop, Switch, run_body
-from nimblec.pytorch.fx_graph import SetSource, run_nodes
+from nimblec.pytorch.source_tracker import SetSource, run_nodes
 from nimblec.schedule.dependencies import renamed
 from nimblec.schedule.lifetimes import task_buffers
 

@@ -18,9 +18,8 @@ from nimblec.cuda.capture.bodies import RecordingRunner, Region
 from nimblec.cuda.capture.inductor import seeing_compiled_code
 from nimblec.graph.control import run_by
 from nimblec.graph.writes import written_positions
-from nimblec.pytorch.fx_graph import SetSource
 from nimblec.pytorch.generator import CudaGenerator
-from nimblec.pytorch.source_tracker import SourceTracker
+from nimblec.pytorch.source_tracker import SetSource, SourceTracker
 from nimblert.cuda.driver import call
 
 _MOST_PIECES = 2048
@@ -238,7 +237,7 @@ def capture(
             with ExitStack() as seeing:
                 seeing.enter_context(run_by(bodies))
                 if compiled:
-                    seeing.enter_context(seeing_compiled_code(recorder))
+                    seeing.enter_context(seeing_compiled_code(recorder, recorder.record))
                 else:
                     seeing.enter_context(sources.following_modules())
                     seeing.enter_context(recorder)

@@ -7,34 +7,19 @@ opaque.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 
-class CallRecorder(Protocol):
-    """Records calls that launch nodes; as a context manager, those that reach the dispatcher."""
-
-    def __enter__(self) -> Any:
-        """Start recording what reaches the dispatcher."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
-        """Stop recording."""
-
-    def record(
-        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], call: Callable[[], Any]
-    ) -> Any:
-        """Make the call and record what it launched, on these tensors."""
-
-
 @contextmanager
-def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
-    """Have ``recorder`` record what generated code launches inside the block."""
+def seeing_compiled_code(mode: AbstractContextManager[object], record: Callable[..., Any]) -> Iterator[None]:
+    """See what generated code launches inside the block: ATen calls in ``mode``, Triton kernels by ``record``.
+
+    ``record`` takes a name, the tensors that the call reads and those that it writes, and the call to make.
+    """
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -43,14 +28,14 @@ def seeing_compiled_code(recorder: CallRecorder) -> Iterator[None]:
     launch: Callable[..., Any] = CachingAutotuner.run
 
     def seen_call(graph: Any, inputs: Any) -> Any:
-        with recorder:
+        with mode:
             return call_graph(graph, inputs)
 
     def seen_launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if kernel.heuristic_type is HeuristicType.USER_AUTOTUNE:
             return launch(kernel, *args, **kwargs)
         reads, writes = accesses(kernel.fn.arg_names, set(kernel.mutated_arg_names), args)
-        return recorder.record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
+        return record(kernel.fn.__name__, reads, writes, lambda: launch(kernel, *args, **kwargs))
 
     with patch.object(CompiledFxGraph, "__call__", seen_call), patch.object(CachingAutotuner, "run", seen_launch):
         yield

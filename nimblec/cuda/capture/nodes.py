@@ -1,6 +1,7 @@
 """Read the nodes of a captured graph into plain records."""
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -62,34 +63,20 @@ Node: TypeAlias = KernelNode | MemcpyNode | MemsetNode | None
 """None is an empty node, which only joins edges."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeEdge:
-    """Node ``after`` depends on node ``before``; programmatic: on its trigger, not on its end."""
-
-    before: int
-    after: int
-    programmatic: bool
-
-
 def node_handles(graph: int) -> list[Handle]:
     """Return the nodes of a graph in the order in which they were captured."""
     count = call("cuGraphGetNodes", graph, 0)[1]
     return list(call("cuGraphGetNodes", graph, count)[0])[:count] if count else []
 
 
-def read_edges(graph: int, nodes: list[Handle]) -> tuple[NodeEdge, ...]:
-    """Return the edges of a graph between positions in ``nodes``."""
+def triggers(graph: int, nodes: list[Handle]) -> Iterator[tuple[int, int]]:
+    """Yield the positions in ``nodes`` of each node and one that waits for its trigger, not for its end."""
     count = call("cuGraphGetEdges", graph, 0)[-1]
-    if not count:
-        return ()
-    before, after, data, _ = call("cuGraphGetEdges", graph, count)
-    position = {int(n): i for i, n in enumerate(nodes)}
-    return tuple(
-        NodeEdge(
-            before=position[int(b)], after=position[int(a)], programmatic=d.from_port == _PROGRAMMATIC_PORT
-        )
-        for b, a, d in zip(before, after, data, strict=True)
-    )
+    if count:
+        position = {int(n): i for i, n in enumerate(nodes)}
+        for before, after, data in zip(*call("cuGraphGetEdges", graph, count)[:3], strict=True):
+            if data.from_port == _PROGRAMMATIC_PORT:
+                yield position[int(before)], position[int(after)]
 
 
 def read_node(node: Handle) -> Node:

@@ -39,7 +39,7 @@ from nimblec.cuda.capture.residents import (
 from nimblec.cuda.capture.tasks import build_graph
 from nimblec.pytorch.model import TorchModel, uncompiled
 from nimblec.pytorch.outputs import cut_outputs, name_outputs
-from nimblec.pytorch.repeatable import HOW_STATE_IS_KEPT, refuse_differing
+from nimblec.pytorch.repeatable import refuse_differing
 from nimblec.pytorch.source_tracker import SourceTracker
 from nimblec.pytorch.state import generator_of, scratch_storages, settable_storages
 from nimblec.pytorch.tensors import DTYPE_NAMES, as_array, as_tensor, range_of
@@ -127,7 +127,7 @@ class ModelRecorder:
             return outputs
 
         name = type(uncompiled(self._model.module)).__name__
-        refuse_differing(name, run(), run(), HOW_STATE_IS_KEPT)
+        refuse_differing(name, run(), run())
 
     def warm_up(self) -> None:
         """Run and capture, so that every library has chosen and loaded its kernels."""
@@ -151,14 +151,11 @@ class ModelRecorder:
     def _try_out(self) -> None:
         for _ in range(2):
             self._run(self._model)
-        self._note_made()
-        # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
-        self._generator_owner = self._capture(self._allocator.resident)
-
-    def _note_made(self) -> None:
-        """Add tensors that the model's first runs made and kept: tables, or constants of torch.compile."""
+        # The first runs may have made tensors and kept them: tables, or constants of torch.compile.
         known = {*self._elsewhere, *(r.storage.data_ptr() for r in self._residents)}
         self._residents += find_residents(self._model.module, self._model.inputs, known)
+        # Torch's generator allocates its state at the first capture, and keeps it while a graph lives.
+        self._generator_owner = self._capture(self._allocator.resident)
 
     def _refuse_made_state(self) -> None:
         for resident in self._residents:

@@ -13,7 +13,7 @@ from nimblec.cuda.capture.bodies import with_bodies
 from nimblec.cuda.capture.buffers import Allocation, BufferTable, Span, allocation_of
 from nimblec.cuda.capture.capture import ByteRange, Capture, OpRecord
 from nimblec.cuda.capture.modules import CodeIndex, origin, reports_to_host
-from nimblec.cuda.capture.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_edges, read_node
+from nimblec.cuda.capture.nodes import KernelNode, MemcpyNode, MemsetNode, Node, node_handles, read_node, triggers
 from nimblec.cuda.capture.relocation import Relocator
 from nimblert.plan import Kernel, Module
 
@@ -256,9 +256,9 @@ def build_graph(
                 task_of_node[position] = len(tasks)
                 tasks.append(reader.read(len(ops), launched, node, twin))
         ops.append(Op(name=launched.name, source=launched.source, opaque=launched.opaque))
-    for edge in read_edges(first.handle, handles):
-        before, after = task_of_node.get(edge.before), task_of_node.get(edge.after)
-        if edge.programmatic and before is not None and after is not None:
+    for trigger, waiting in triggers(first.handle, handles):
+        before, after = task_of_node.get(trigger), task_of_node.get(waiting)
+        if before is not None and after is not None:
             tasks[after] = replace(tasks[after], programmatic_after=before)
     written = {a.buffer for t in tasks for a in t.writes}
     graph = Graph(

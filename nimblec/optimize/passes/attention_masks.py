@@ -9,9 +9,6 @@ from nimblec.graph.masks import hides_nothing, is_causal
 from nimblec.graph.rewriter import Rewriter, bound, called, fake, is_pure
 from nimblec.graph.vocabulary import ATTENTION
 
-aten = torch.ops.aten
-
-
 ALIGNMENT = 16
 """Rows of a mask must begin at multiples of so many elements, or CUDA copies the mask at every call."""
 

@@ -7,20 +7,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from nimblec.graph.rewriter import Rewriter, called, constant_of, fake, is_call, is_pure
+from nimblec.graph.vocabulary import ALLOCATIONS
 
 aten = torch.ops.aten
 
 GROWTH = 1 << 20
 """Bytes by which a folded constant may exceed its arguments: filling memory in each run is cheaper than loading more
 weights."""
-
-_EMPTY = (
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
 
 
 def fill_empty(module: fx.GraphModule) -> None:
@@ -30,7 +23,7 @@ def fill_empty(module: fx.GraphModule) -> None:
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
-        if is_call(node, *_EMPTY):
+        if is_call(node, *ALLOCATIONS):
             made = fake(node)
             how = {"dtype": made.dtype, "device": made.device}
             rewriter.replace(node, rewriter.call(aten.full.default, list(made.shape), 0, at=node, **how))

@@ -38,4 +38,4 @@ def generate_counters(module: fx.GraphModule) -> None:
 
 
 def _saves_launches(region: Region) -> bool:
-    return len(region.calls) > 1 or not is_one_launch(region.calls[0])
+    return len(region) > 1 or not is_one_launch(region[0])

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from nimblec.graph.rewriter import argument, fake
-from nimblec.graph.views import is_view, lies_as
+from nimblec.graph.views import is_view, lies_as, with_strides
 from nimblec.optimize.passes.partition import Extract
 
 with warnings.catch_warnings():
@@ -211,11 +211,9 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
     Strides of axes of length 1 do not matter, and cost no copy.
     """
-    if tensor.stride() == strides:
-        return tensor
-    if lies_as(tensor, strides):
+    if tensor.stride() != strides and lies_as(tensor, strides):
         return tensor.as_strided(tensor.shape, strides)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return with_strides(tensor, strides)
 
 
 def _separate(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

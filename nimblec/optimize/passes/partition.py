@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -27,11 +28,8 @@ from nimblec.graph.views import is_view
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """Calls in the order of the graph: at least two, or one that ATen computes slowly."""
-
-    calls: tuple[fx.Node, ...]
+Region: TypeAlias = tuple[fx.Node, ...]
+"""Calls in the order of the graph: at least two, or one that ATen computes slowly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ def partition(module: fx.GraphModule, may_join: Callable[[fx.Node], bool] = is_f
                 if units.fusible[producer] and not _is_kept(units.nodes[producer], units.nodes[number]):
                     groups.merge(producer, number)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
-    return tuple(Region(calls=tuple(calls)) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
+    return tuple(tuple(calls) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
 
 
 def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
@@ -75,7 +73,7 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
 
     ``written`` maps the state that it may write to the result that is its next value.
     """
-    inside = frozenset(region.calls)
+    inside = frozenset(region)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs: list[fx.Node] = []
@@ -91,7 +89,7 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
                 inputs.append(node)
         return copies[node]
 
-    for call in region.calls:
+    for call in region:
         copy(call)
     outputs = tuple(node for node in _read_outside(region) if node not in written.values() or _is_read(node, inside))
     results = tuple(copy(node) for node in outputs)
@@ -99,7 +97,7 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
         graph.call_function(aten.copy_.default, (copy(state), copy(value)))
     graph.output(results)
     return Extract(
-        module=fx.GraphModule({}, graph), calls=region.calls, inputs=tuple(inputs), outputs=outputs, written=written
+        module=fx.GraphModule({}, graph), calls=region, inputs=tuple(inputs), outputs=outputs, written=written
     )
 
 
@@ -251,8 +249,8 @@ def _union(sets: list[int], chosen: int) -> int:
 
 def _read_outside(region: Region) -> Iterator[fx.Node]:
     """Yield the results of a region, or parts of them, that are read outside, directly or through a view."""
-    inside = frozenset(region.calls)
-    for call in region.calls:
+    inside = frozenset(region)
+    for call in region:
         parts = [user for user in call.users if user.target is operator.getitem] or [call]
         yield from (part for part in parts if _leaves(part, inside))
 

@@ -47,7 +47,7 @@ def written_state(module: fx.GraphModule, regions: Sequence[Region]) -> list[dic
         writer = order.region(value)
         if writer is None or value in taken or not is_like(value, state) or state in outputs:
             continue
-        calls = frozenset(regions[writer].calls)
+        calls = frozenset(regions[writer])
         if not _computes(value) or not _is_read_in_place(state, value, calls):
             continue
         if any(call.target in _SCATTERS for call in calls):
@@ -124,7 +124,7 @@ class _Order:
 
     def __init__(self, graph: fx.Graph, regions: Sequence[Region]) -> None:
         self._regions = len(regions)
-        self._numbers = {call: number for number, region in enumerate(regions) for call in region.calls}
+        self._numbers = {call: number for number, region in enumerate(regions) for call in region}
         calls = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
         for node in calls:
             if whole(node) is node:
