@@ -22,6 +22,7 @@ from nimblert.plan import (
     Plan,
     Pointer,
     Program,
+    Record,
     Region,
     Role,
     Switch,
@@ -88,6 +89,15 @@ def test_a_sound_plan_runs_its_bodies() -> None:
     without_loop = with_main(fill(0, 1, 0), fill(8, 8, 1), LOOP, BRANCH, COPY)
     with load(without_loop) as executable:
         assert executable.run({})["y"].tolist() == [7] * 8
+
+
+def test_events_of_a_body_order_nothing(on_gpu: Callable[[Plan], Plan]) -> None:
+    """The body has more events than the entry that runs it, and runs in issue order."""
+    body = replace(program("loop", fill(8, 8, 0), fill(0, 1, 0), Record(stream=0, event=0)), event_count=1)
+    plan = replace(PLAN, bodies=(body, *PLAN.bodies[1:]))
+    for made in (plan, on_gpu(plan)):
+        with load(made) as executable:
+            assert executable.run({})["y"].tolist() == [5] * 8
 
 
 def test_a_byte_beyond_the_bodies_chooses_the_last() -> None:

@@ -356,7 +356,7 @@ class _Binder:
     def _body(self, index: int) -> Step:
         """Return a call that runs a body in issue order, on the thread that calls it."""
         body = self._bodies[index]
-        bound = [(command, step) for command, step in self.bind(body) if isinstance(command, Work)]
+        bound = [(work, self._step(body, work, i)) for i, work in body.work]
         return partial(_run_body, body, bound, self.failures)
 
 
