@@ -56,9 +56,11 @@ def test_a_name_of_nothing_is_refused(model: str, sentence: str) -> None:
         nimblec.compile(model, target="cpu")
 
 
-def test_compile_needs_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No such .*: set TMPDIR"):
+@pytest.mark.parametrize("found", [None, "missing"])
+def test_compile_needs_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", found and str(tmp_path / found))
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No .*: set TMPDIR to a folder"):
         nimblec.compile(Path(__file__).parents[1] / "samples" / "digits.onnx", target="cpu")
 
 

@@ -150,8 +150,7 @@ class Joiner:
                 name: onnx_session.ort_value(_array(graph, parameter, buffer), parameter.dtype)
                 for name, (parameter, buffer) in model.initializers.items()
             }
-            with onnx_session.initializer_folder() as folder:
-                self._inferred[key] = onnx_session.inferred_types(model.model(frozenset()), weights, folder)
+            self._inferred[key] = onnx_session.inferred_types(model.model(frozenset()), weights)
         return self._inferred[key]
 
 

@@ -164,8 +164,7 @@ class _Held:
                 data = self._executable.read(pointers[parameter.offset], nbytes)
                 array = data.view(numpy_dtype(parameter.dtype)).reshape(parameter.shape)
                 given[parameter.kind][parameter.name] = onnx_session.ort_value(array, parameter.dtype)
-        with onnx_session.initializer_folder() as folder:
-            code = onnx_session.exposed(model_of(plan, self._command))
-            session = onnx_session.open_session(code, given[ParameterKind.INITIALIZER], folder)
+        code = onnx_session.exposed(model_of(plan, self._command))
+        session = onnx_session.open_session(code, given[ParameterKind.INITIALIZER])
         names = [value.name for value in session.get_outputs()]
         return dict(zip(names, session.run_with_ort_values(None, given[ParameterKind.INPUT]), strict=True))

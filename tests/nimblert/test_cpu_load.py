@@ -3,7 +3,6 @@
 import gc
 import json
 import shutil
-import tempfile
 import threading
 import tracemalloc
 import weakref
@@ -23,7 +22,7 @@ from subprocesses import python
 import nimblec
 import nimblert
 from nimblec.plan import encoder
-from nimblert.errors import InputError, NimbleError
+from nimblert.errors import InputError
 from nimblert.executable import Executable
 
 LOADERS, CALLERS, CALLS, LOADS = 32, 8, 25, 60
@@ -272,16 +271,6 @@ for _ in range(5):
         failed += str(exc) == "no"
 print(failed, threads_beyond(before))
 """
-
-
-@pytest.mark.parametrize("found", [None, "missing"])
-def test_a_load_without_a_folder_for_temporary_files_says_what_to_set(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", found and str(tmp_path / found))
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
-    with pytest.raises(NimbleError, match=r"no folder for temporary files can be made: No .*: set TMPDIR to a folder"):
-        nimblert.load(path)
 
 
 A_LIBRARY_PRINTS = """

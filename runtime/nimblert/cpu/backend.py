@@ -103,9 +103,8 @@ class CpuLoaded:
         """Return the weights after these ``refits``. Raises InputError where an op fails."""
         with self.weights.rewritten(_replaced(refits)) as weights:
             scratch = CpuLoaded(replace(self.plan, state=(), state_nbytes=0), weights, self.sessions.over(weights))
-            with scratch.sessions.lock, scratch.sessions:
-                for refit in refits:
-                    scratch._make(refit)
+            for refit in refits:
+                scratch._make(refit)
         return weights
 
     def _make(self, refit: Refit) -> None:
@@ -194,8 +193,9 @@ class CpuBackend:
         self.outputs: tuple[np.ndarray, ...] = tuple(map(memory.tensor, self.program.outputs))
         self.sizes: dict[str, Shape] = {}
         binder = _Binder(self._sessions, self._bodies, memory, gates, self.sizes)
-        with self._sessions.lock, self._sessions:
+        with self._sessions.lock:
             self._bound = binder.bind(self.program)
+            self._sessions.weights.let_go()
         threads = self._sessions.streams_by_thread(self.program)
         streams = [[bound for bound in self._bound if bound[0].stream in own] for own in threads]
         issued = [steps for steps in streams if steps] or [[]]

@@ -3,25 +3,26 @@
 onnxruntime is imported when the first CPU plan is loaded, not before.
 """
 
-import contextlib
 import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import import_module
 from math import prod
-from types import ModuleType, TracebackType
-from typing import Any, Self, TypeAlias
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.check import division
 from nimblert.check.onnx_model import ELEMENT_TYPES, Graph, Model, Value, read_model, write_model
-from nimblert.check.onnx_rules import EXTERNAL_FILE, ORIGIN, declared
+from nimblert.check.onnx_rules import ORIGIN, declared
 from nimblert.check.protobuf import Budget
 from nimblert.cpu import sizes, streams
 from nimblert.cpu.host_memory import HostMemory, HostWeights
@@ -29,7 +30,6 @@ from nimblert.cpu.sizes import Form
 from nimblert.cpu.streams import Pool, Threads, Waiting
 from nimblert.errors import DeviceMismatchError, PlanFormatError, PlanInvalidError
 from nimblert.plan import ITEM_NBYTES, Kernel, Launch, Parameter, ParameterKind, Plan, Pointer, Program, Region
-from nimblert.plan.files import scratch_folder
 from nimblert.plan.records import DEFAULT_LIMITS, Limits
 
 Inferred: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
@@ -46,6 +46,9 @@ _TYPE_NAMES = {dtype: f"tensor({dtype})" for dtype in ELEMENT_TYPES} | {
     "float64": "tensor(double)",
 }
 """ONNX Runtime's name of each dtype."""
+
+_PLACEHOLDER_FOLDER = str(Path(__file__).resolve().with_name("placeholder"))
+"""The folder of the empty file `onnx_rules.EXTERNAL_FILE`. ONNX Runtime refuses a file that is a symbolic link."""
 
 _REORDER_MODEL = bytes.fromhex(
     "08083a560a290a0178120179220c52656f72646572496e7075743a13636f6d2e6d6963726f736f66742e6e6368776312"
@@ -117,19 +120,17 @@ def run_options() -> Any:
     return onnxruntime().RunOptions()
 
 
-def open_session(
-    code: bytes, initializers: dict[str, Any] | None = None, folder: str = "/nonexistent", options: Any = None
-) -> Any:
+def open_session(code: bytes, initializers: dict[str, Any] | None = None, options: Any = None) -> Any:
     """Return an InferenceSession that runs the model without optimizing it.
 
     ``initializers`` are OrtValues by name, used in place; but kernels keep packed copies of some weights (MatMul, Gemm,
     LSTM ...), which are faster and round differently, unless ``options``, from `session_options`, forbid that.
-    External data of the model is looked for in ``folder`` only.
+    The files that a model names are looked for in a folder with an empty one only.
     """
     ort = onnxruntime()
     options = options or session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", _PLACEHOLDER_FOLDER)
     for name, value in (initializers or {}).items():
         options.add_initializer(name, value)
     return ort.InferenceSession(code, options, providers=["CPUExecutionProvider"])
@@ -138,14 +139,6 @@ def open_session(
 def ort_value(array: np.ndarray, dtype: str) -> Any:
     """Return an OrtValue over the memory of ``array``, without a copy."""
     return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(array, ELEMENT_TYPES[dtype])
-
-
-@contextlib.contextmanager
-def initializer_folder() -> Iterator[str]:
-    """Provide a folder with only the empty file that initializers name."""
-    with scratch_folder() as folder:
-        (folder / EXTERNAL_FILE).touch()
-        yield str(folder)
 
 
 class _Opened:
@@ -230,10 +223,8 @@ class SessionCache:
 
     Launches of several programs that differ only in sizes share one too (`nimblert.cpu.sizes`).
 
-    Launches are bound in a block of ``with sessions.lock, sessions``, which may be nested. Sessions and bindings
-    outlive it; the placeholder file of initializers does not. The lock is the interpreter's own, so that no exception
-    of a signal handler comes between it and the block. ``keeps_memory``: each session keeps the memory of its largest
-    run for the next one.
+    Launches are bound in a block of ``with sessions.lock``. ``keeps_memory``: each session keeps the memory of its
+    largest run for the next one.
     """
 
     def __init__(
@@ -246,7 +237,7 @@ class SessionCache:
         keeps_memory: bool = True,
     ) -> None:
         self._plan = plan
-        self._weights = weights
+        self.weights = weights
         self._threads = streams.checked(threads)
         self._limits = limits
         self._keeps_memory = keeps_memory
@@ -259,40 +250,23 @@ class SessionCache:
         """Those of all launches of the plan, once there is one."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
         self.lock = threading.RLock()
-        self._entered = 0
-        self._resources = contextlib.ExitStack()
         for origin in sorted({module.origin for module in plan.modules}):
             check_origin(origin)
 
     def over(self, weights: HostWeights) -> "SessionCache":
         """Return a cache over other weights, with the sessions that read none of the changed ones."""
-        made = SessionCache(self._plan, weights, limits=self._limits, keeps_memory=self._keeps_memory)
-        made._threads, made._is_default = self._threads, self._is_default
-        made._codes, made._pools, made._forms = self._codes, self._pools, self._forms
-        made._sessions |= {
+        made = copy(self)
+        made.weights, made.lock = weights, threading.RLock()
+        made._sessions = {  # noqa: SLF001 - of its own class
             key: session
             for key, session in self._sessions.items()
-            if all(weights.same(self._weights, pointer.offset) for pointer in key[1:] if isinstance(pointer, Pointer))
+            if all(weights.same(self.weights, pointer.offset) for pointer in key[1:] if isinstance(pointer, Pointer))
         }
         return made
 
     def __len__(self) -> int:
         """Return the number of sessions."""
         return len(self._sessions)
-
-    def __enter__(self) -> Self:
-        if not self._entered:
-            self._folder = self._resources.enter_context(initializer_folder())
-        self._entered += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered -= 1
-        if not self._entered:
-            self._resources.close()
-            self._weights.let_go()
 
     def streams_by_thread(self, program: Program) -> list[range]:
         """Return the streams of a program that each thread runs; as many threads as streams unless a number is set."""
@@ -419,10 +393,10 @@ class SessionCache:
         try:
             values = {name: ort_value(array, dtypes[name]) for name, array in weights.items()}
             if code.inner and (opened is None or code.code not in opened.checked):
-                _check_inner(kernel, code, inferred_types(code.model, values, self._folder))
+                _check_inner(kernel, code, inferred_types(code.model, values))
             if opened is None:
                 values = {name: values[name] for name in held}
-                opened = _Opened(open_session(form.code, values, self._folder, options), held)
+                opened = _Opened(open_session(form.code, values, options), held)
         except runtime_errors() as exc:
             refusal = f"ONNX Runtime {onnxruntime().__version__} refuses its model: {exc}"
             raise PlanInvalidError([f"kernel {kernel.symbol}: {refusal}"]) from exc
@@ -439,7 +413,7 @@ class SessionCache:
         """Return the memory of an initializer, which must lie within one weight."""
         if pointer.region is not Region.WEIGHTS:
             raise PlanInvalidError([f"initializer {parameter.name!r}: in {pointer.region.name}, expected WEIGHTS"])
-        weight, start = self._weights.find(pointer.offset)
+        weight, start = self.weights.find(pointer.offset)
         nbytes = prod(parameter.shape) * ITEM_NBYTES[parameter.dtype]
         if start + nbytes > weight.nbytes:
             raise PlanInvalidError([f"initializer {parameter.name!r}: its {nbytes} bytes are in no one weight"])
@@ -453,7 +427,7 @@ def exposed(model: Model) -> bytes:
     return write_model(replace(model, graph=replace(graph, output=made, value_info=())))
 
 
-def inferred_types(model: Model, weights: dict[str, Any], folder: str) -> Inferred:
+def inferred_types(model: Model, weights: dict[str, Any]) -> Inferred:
     """Return ONNX Runtime's types and shapes of all values that the nodes of a model compute, by name.
 
     ONNX Runtime infers them without a run, from the model's inputs and constants. ``weights`` are the initializers,
@@ -461,7 +435,7 @@ def inferred_types(model: Model, weights: dict[str, Any], folder: str) -> Inferr
     """
     options = session_options()
     options.add_session_config_entry(*_NO_PACKED_COPIES)
-    session = open_session(exposed(model), weights, folder, options)
+    session = open_session(exposed(model), weights, options)
     return {value.name: (value.type, tuple(value.shape)) for value in session.get_outputs()}
 
 
