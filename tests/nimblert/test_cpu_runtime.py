@@ -218,12 +218,6 @@ def test_addresses_outside_memory_are_refused(path: Path, pointer: Pointer, mess
         backend_of(changed)
 
 
-def test_a_wait_before_its_record_is_refused(path: Path) -> None:
-    plan = with_program(plan_file(path), commands=(Wait(stream=0, event=0), Record(stream=0, event=0)), event_count=1)
-    with pytest.raises(PlanInvalidError, match="before its record"):
-        backend_of(plan)
-
-
 def test_a_parameter_of_another_dtype_than_the_models_is_refused(path: Path) -> None:
     plan = plan_file(path, joins=False)
     kernel = plan.kernels[0]

@@ -181,7 +181,6 @@ class CpuBackend:
         self.bound: frozenset[str] = frozenset()
         self._sessions = loaded.sessions
         self._bodies = loaded.plan.bodies
-        _check_events(program)
         self._own = HostMemory(loaded.plan, program, poison=poison, weights=loaded.weights, working=working)
         self._build(self._own)
 
@@ -397,15 +396,6 @@ def _replaced(refits: Iterable[Refit]) -> set[int]:
     }
     accesses = (access for refit in refits for _, command in refit.program.work for access in writes(command))
     return given | {a.pointer.offset for a in accesses if a.pointer.region is Region.WEIGHTS and a.nbytes}
-
-
-def _check_events(program: Program) -> None:
-    recorded: set[int] = set()
-    for index, command in enumerate(program.commands):
-        if isinstance(command, Record):
-            recorded.add(command.event)
-        elif isinstance(command, Wait) and command.event not in recorded:
-            raise PlanInvalidError([f"commands[{index}]: waits for event {command.event} before its record"])
 
 
 def _origin(program: Program, command: Command, failure: object = "") -> str:
