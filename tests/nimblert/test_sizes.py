@@ -15,7 +15,7 @@ from nimblert.arrays import layouts
 from nimblert.calls.sizes import Sizes
 from nimblert.check import verify
 from nimblert.check.verify import read_plan
-from nimblert.cpu.backend import CpuBackend, CpuLoaded
+from nimblert.cpu.backend import CpuBackend, CpuCall, CpuLoaded
 from nimblert.cpu.host_memory import HostWorking
 from nimblert.errors import InputError
 from nimblert.executable import Executable
@@ -111,6 +111,16 @@ def test_a_call_of_several_runs_without_memory_for_its_outputs(
         with pytest.raises(InputError, match="outputs: a new array needs more memory than there is: none left: give"):
             executable.run(drawn(13))
     assert np.array_equal(executable.run(drawn(13))["y"], drawn(13)["x"])
+
+
+def test_outputs_beside_those_in_out_without_memory(executable: Executable, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def copy(self) -> None:
+            raise MemoryError("none left")
+
+    monkeypatch.setattr(CpuCall, "_filled", lambda _: [("y", Full())])
+    with pytest.raises(InputError, match="outputs: a new array needs more memory than there is: none left: give"):
+        executable.run(drawn(4), out={"z": np.zeros((2, 4), np.int32)})
 
 
 @pytest.mark.parametrize(("rows", "own"), [(3, 4), (6, 5), (6, 4)])

@@ -138,29 +138,25 @@ class CpuCall:
 
     def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run on these inputs, and return new outputs by name. Raises InputError where an op fails."""
-        self._backend.place(arrays)
-        self._backend.run()
-        try:
-            return {name: view.copy() for name, view in self._filled() if name not in self._backend.bound}
-        except MemoryError as exc:
-            raise no_memory(exc) from exc
+        return self.run_into(arrays, {}, reuse_outputs=False, stream=None)
 
     def run_into(
         self, arrays: Sequence[np.ndarray], out: Mapping[str, np.ndarray], *, reuse_outputs: bool, stream: int | None
     ) -> dict[str, np.ndarray]:
         """Run as `run` does, except for bound outputs and those written into arrays of ``out``."""
         del stream  # a plan for the CPU takes none
-        if not out and not reuse_outputs:
-            return self.run(arrays)
         self._backend.place(arrays)
         self._backend.run()
         results = {}
         into = filled(out, self._backend.sizes)
-        for name, view in self._filled():
-            if name in out:
-                np.copyto(into[name], view)
-            elif name not in self._backend.bound:
-                results[name] = view if reuse_outputs else view.copy()
+        try:
+            for name, view in self._filled():
+                if name in out:
+                    np.copyto(into[name], view)
+                elif name not in self._backend.bound:
+                    results[name] = view if reuse_outputs else view.copy()
+        except MemoryError as exc:
+            raise no_memory(exc) from exc
         return results
 
     def _filled(self) -> Iterable[tuple[str, np.ndarray]]:
