@@ -148,8 +148,6 @@ class Executable(Context):
 
         Waits for the runs of other threads. Does nothing after a fork. Raises InputError within a call.
         """
-        if self._lock.is_foreign:
-            return
         self._idle_left = 0
         # The stack closes each of them, whatever another raises.
         with ExitStack() as stack:

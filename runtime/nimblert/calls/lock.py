@@ -54,11 +54,6 @@ class CallLock:
         """Whether a call is at work, in whichever thread."""
         return self._is_within
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether a fork made this process: the memory of the context belongs to the parent."""
-        return os.getpid() != self._process
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Hold the lock for the block, waiting for the call at work; calls that come meanwhile wait, too."""
