@@ -38,7 +38,7 @@ from nimblec.schedule.dependencies import dependencies
 from nimblert import golden
 from nimblert.check.verify import parse_plan
 from nimblert.cpu.backend import CpuLoaded
-from nimblert.cpu.host_memory import HostMemory
+from nimblert.cpu.host_memory import HostMemory, HostWeights, HostWorking
 from nimblert.cpu.onnx_session import nchwc_block_size, onnxruntime, session_options
 from nimblert.loading import load
 from nimblert.plan import (
@@ -141,7 +141,7 @@ def stretches(plan: Plan) -> Lines:
 def loaded(plan: Plan) -> Lines:
     """The memory and sessions of a loaded plan whose file is mapped."""
     program = plan.programs[0]
-    regions = HostMemory(plan, program, poison=True)
+    regions = HostMemory(program, HostWeights(plan), HostWorking(plan), poison=True)
     in_place = 0
     for weight in plan.weights:
         used = regions.range(Pointer(region=Region.WEIGHTS, offset=weight.offset), weight.data.nbytes)

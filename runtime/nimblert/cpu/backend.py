@@ -89,13 +89,7 @@ class CpuLoaded:
         """
         weights = self.remade(refits)
         renewed = CpuLoaded(self.plan, weights, self.sessions.over(weights))
-        made: list[CpuBackend] = []
-        try:
-            made.extend(backend.over(renewed) for backend in backends)
-        except BaseException:
-            for backend in made:
-                backend.close()
-            raise
+        made = [backend.over(renewed) for backend in backends]
         self.weights, self.sessions = renewed.weights, renewed.sessions
         return made
 
@@ -177,7 +171,7 @@ class CpuBackend:
         self.bound: frozenset[str] = frozenset()
         self._sessions = loaded.sessions
         self._bodies = loaded.plan.bodies
-        self._own = HostMemory(loaded.plan, program, poison=poison, weights=loaded.weights, working=working)
+        self._own = HostMemory(program, loaded.weights, working, poison=poison)
         self._build(self._own)
 
     def _build(self, memory: HostMemory) -> None:

@@ -114,25 +114,16 @@ class HostWorking:
 class HostMemory:
     """The regions of a program as byte arrays. Every range handed out is within its region.
 
-    ``weights`` and ``working`` are those of other programs of the plan, or made here.
+    Programs of a plan share ``weights``, and those of a context ``working``.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        program: Program,
-        *,
-        poison: bool,
-        weights: HostWeights | None = None,
-        working: HostWorking | None = None,
-    ) -> None:
-        working = working or HostWorking(plan, poison=poison)
+    def __init__(self, program: Program, weights: HostWeights, working: HostWorking, *, poison: bool) -> None:
         regions = {(Region.ARENA, 0): working.arena, (Region.STATE, 0): working.state}
         regions |= {(Region.INPUT, i): allocate(n) for i, n in enumerate(program.input_nbytes)}
         regions |= {(Region.OUTPUT, i): allocate(n, poison=poison) for i, n in enumerate(program.output_nbytes)}
         self.regions = regions
         self._nothing = allocate(0)
-        self._weights = weights or HostWeights(plan)
+        self._weights = weights
 
     def over(self, weights: HostWeights) -> "HostMemory":
         """Return the same memory with other weights."""
