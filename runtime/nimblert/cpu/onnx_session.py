@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from importlib import import_module
 from math import prod
@@ -210,14 +210,6 @@ _LaunchKey: TypeAlias = tuple[int, tuple[tuple[str, Pointer], ...]]
 """The kernel of a launch, and its weights by the names of their parameters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SessionForm:
-    """The form of the session of one launch or several, and the bytes that the largest of its nodes touches."""
-
-    form: Form
-    touched_nbytes: int
-
-
 class SessionCache:
     """The sessions of a plan: one for each kernel and its initializers, shared by all launches and contexts.
 
@@ -246,7 +238,7 @@ class SessionCache:
         """By the index of a kernel, which shares its module with no other."""
         self._pools: dict[int, tuple[Program, Mapping[int, Pool]]] = {}
         """By the id of a program: hashing its value would take long."""
-        self._forms: dict[_LaunchKey, _SessionForm] = {}
+        self._forms: dict[_LaunchKey, Form] = {}
         """Those of all launches of the plan, once there is one."""
         self._sessions: dict[tuple[object, ...], _Opened] = {}
         self.lock = threading.RLock()
@@ -299,7 +291,7 @@ class SessionCache:
         pointers = {relocation.param_offset: relocation.pointer for relocation in launch.relocations}
         if sorted(pointers) != sorted(p.offset for p in kernel.parameters):
             raise PlanInvalidError([f"{where}: its relocations do not match the parameters of kernel {launch.kernel}"])
-        form = self._form(launch).form
+        form = self._form(launch)
         session = self._session(kernel, code, form, pointers, pool)
         binding = session.io_binding()
         for name, constant in sizes.embedded_inputs(code.graph, form):
@@ -330,7 +322,7 @@ class SessionCache:
             self._codes[kernel] = _Code(found, self._plan.modules[found.module].code)
         return self._codes[kernel]
 
-    def _form(self, launch: Launch) -> _SessionForm:
+    def _form(self, launch: Launch) -> Form:
         """Return the form of the session of a launch."""
         if not self._forms:
             self._forms |= self._all_forms()
@@ -338,11 +330,11 @@ class SessionCache:
         # A launch of a refit is no launch of the plan's programs.
         return self._forms.get(key) or self._own_form(key)
 
-    def _own_form(self, key: _LaunchKey) -> _SessionForm:
+    def _own_form(self, key: _LaunchKey) -> Form:
         code = self._code(key[0])
-        return _SessionForm(form=Form(code=code.code), touched_nbytes=code.touched_nbytes)
+        return Form(code=code.code, touched_nbytes=code.touched_nbytes)
 
-    def _all_forms(self) -> dict[_LaunchKey, _SessionForm]:
+    def _all_forms(self) -> dict[_LaunchKey, Form]:
         """Return the forms of all launches: one for those that differ only in sizes."""
         programs = (*self._plan.programs, *self._plan.bodies)
         commands = (command for program in programs for _, command in program.work)
@@ -358,7 +350,7 @@ class SessionCache:
             if len({kernel for kernel, _ in launches}) > 1:
                 form = sizes.general([(self._code(kernel).model, dict(weights)) for kernel, weights in launches])
                 touched_nbytes = max(forms[key].touched_nbytes for key in launches)
-                forms |= dict.fromkeys(launches, _SessionForm(form=form, touched_nbytes=touched_nbytes))
+                forms |= dict.fromkeys(launches, replace(form, touched_nbytes=touched_nbytes))
         return forms
 
     def _key(self, launch: Launch) -> _LaunchKey:

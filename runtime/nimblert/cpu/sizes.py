@@ -42,10 +42,11 @@ Constants = Mapping[str, Pointer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The code of a session, and the names of the constants that it takes as inputs."""
+    """The code of a session, the constants that it takes as inputs, and the bytes that its largest node touches."""
 
     code: bytes
     inputs: frozenset[str] = frozenset()
+    touched_nbytes: int = 0
 
 
 def common(model: Model, weights: Constants) -> Hashable:
@@ -63,7 +64,7 @@ def common(model: Model, weights: Constants) -> Hashable:
 
 
 def general(launches: Sequence[tuple[Model, Constants]]) -> Form:
-    """Return the form of launches that have all in `common`."""
+    """Return the form of launches that have all in `common`, without ``touched_nbytes``."""
     graphs = [model.graph or Graph() for model, _ in launches]
     model, first = launches[0][0], graphs[0]
     tensors = [{tensor.name or "": tensor for tensor in graph.initializer} for graph in graphs]
