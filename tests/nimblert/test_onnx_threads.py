@@ -97,7 +97,6 @@ def test_results_are_those_of_a_session_with_as_many_threads_bit_for_bit(tmp_pat
             np.testing.assert_array_equal(model.run(given)["y"], session.run(None, given)[0])
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="asks Linux where threads run")
 def test_threads_run_on_the_processors_that_they_are_given(plan: Plan) -> None:
     processors = sorted(os.sched_getaffinity(0))
     before = tasks()

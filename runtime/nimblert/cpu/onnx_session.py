@@ -163,8 +163,7 @@ def _keep_for_ever() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_for_ever)
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 class _Code:
