@@ -106,7 +106,7 @@ def read_file(path: str | os.PathLike[str], what: str, *, copy: bool) -> memoryv
             if not copy:
                 return memoryview(_mapped(file, nbytes))
             pages = mmap.mmap(-1, nbytes)
-            return memoryview(pages).toreadonly()[: _fill(memoryview(pages), file)]
+            return memoryview(pages).toreadonly()[: file.readinto(pages)]
     except PlanError:
         # PlanError is a ValueError, too.
         raise
@@ -127,14 +127,6 @@ def _file_nbytes(file: BufferedReader, path: str | os.PathLike[str], what: str) 
     if status.st_size == 0:
         raise PlanFormatError(f"{name(path)}: is empty, expected {what}")
     return status.st_size
-
-
-def _fill(target: memoryview, file: BufferedReader) -> int:
-    """Read the file into ``target``; the number of bytes read."""
-    position = 0
-    while position < len(target) and (count := file.readinto(target[position : position + _CHUNK_NBYTES])):
-        position += count
-    return position
 
 
 def digest(image: memoryview) -> bytes:
