@@ -62,7 +62,7 @@ class Bindings:
             raise InputError(f"bind: {name!r} is not one of the plan's inputs and outputs {names}")
         if len(found) > len(self._signature.programs):
             raise InputError(f"bind {name!r}: an input and an output have this name: give their arrays with each run")
-        array = owned(f"bind {name!r}", value, checked_array("bind", found[0][1], value, take))
+        array = checked_array("bind", found[0][1], value, take)
         fitting = [(program, tensor) for program, tensor in found if tensor.shape == tuple(array.shape)]
         if not fitting:
             shapes = " or ".join(str(tensor.shape) for _, tensor in found)
@@ -137,13 +137,6 @@ class Bindings:
             if not is_there:
                 raise InputError(f"{name!r}: its array was moved or resized since it was bound: bind it again")
 
-
-
-def owned(where: str, value: Any, array: Array) -> Array:
-    """Return the array over the caller's value. Raises InputError for a number, which numpy copies."""
-    if isinstance(value, np.generic):
-        raise InputError(f"{where}: got {value.dtype}, a number without memory of its own, expected an array")
-    return array
 
 
 def _watch(value: Any, array: Array) -> Callable[[], bool]:

@@ -163,7 +163,7 @@ def _wrong_names(expected: list[str], given: list[str]) -> str:
 def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarray | DeviceArray:
     """Return the caller's array for a tensor, of the tensor's dtype; ``take`` is for arrays on a GPU.
 
-    Raises InputError for any other dtype, and for what is no array.
+    Raises InputError for any other dtype, for what is no array, and for a number that is to be bound or written.
     """
     array: np.ndarray | DeviceArray
     if type(value) is np.ndarray:
@@ -171,6 +171,10 @@ def checked_array(side: str, tensor: Tensor, value: Any, take: Take) -> np.ndarr
     elif isinstance(value, np.ma.MaskedArray):
         raise InputError(
             f"{side} {tensor.name!r}: plans have no masks: fill in the masked values, .filled(0)"
+        )
+    elif isinstance(value, np.generic) and side in {"bind", "out"}:
+        raise InputError(
+            f"{side} {tensor.name!r}: got {value.dtype}, a number without memory of its own, expected an array"
         )
     elif isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)

@@ -10,7 +10,6 @@ import numpy as np
 from nimblert.arrays import layouts
 from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
 from nimblert.calls.backend import Backend
-from nimblert.calls.binding import owned
 from nimblert.calls.entries import Take, array_of_shape
 from nimblert.calls.sizes import Index, Served
 from nimblert.errors import InputError
@@ -25,7 +24,7 @@ def checked_out(tensors: Sequence[Tensor], out: Mapping[str, Any], take: Take) -
     for name, value in out.items():
         if name not in outputs:
             raise InputError(f"out: {name!r} is not one of the plan's outputs {list(outputs)}")
-        array = owned(f"out {name!r}", value, array_of_shape("out", outputs[name], value, take))
+        array = array_of_shape("out", outputs[name], value, take)
         if array.read_only if isinstance(array, DeviceArray) else not array.flags.writeable:
             raise InputError(f"out {name!r}: the array is read-only: give one that can be written")
         step = array.itemsize if isinstance(array, np.ndarray) else 1
