@@ -19,9 +19,6 @@ Index: TypeAlias = tuple[slice, ...]
 _KEPT = 256
 """The most combinations of shapes whose runs an entry remembers."""
 
-_KEPT_RUNS = 64
-"""The most runs of a call that are remembered; of more each is made when its turn comes."""
-
 _WHOLE = slice(None)
 
 
@@ -42,45 +39,38 @@ Run: TypeAlias = tuple[Part, Sequence[Index], Sequence[Index]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The runs of a call, ``count`` of them, and the outputs of all together. All but the ``last`` are ``first``."""
+    """The runs of a call, ``count`` of them, and the outputs of all together. All but the ``last`` are ``first``.
 
-    count: int
-    first: Part
-    last: Part
-    runs: Iterable[Run]
-    outputs: tuple[Tensor, ...]
-
-    @classmethod
-    def exactly(cls, program: Program) -> Self:
-        """Return one run of a program, on inputs of its own shapes."""
-        part = Part(program, None)
-        return cls(1, part, part, ((part, (), ()),), program.outputs)
-
-    @property
-    def exact(self) -> Program | None:
-        """The program whose inputs have just these shapes, if there is one."""
-        return self.last.program if self.last.shapes is None else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The runs of a call that is split, made one by one: each takes ``step`` of a dimension, and the last the rest.
-
-    ``inputs`` and ``outputs`` tell of each axis whether it has that dimension.
+    Each takes ``step`` of a dimension, and the last the rest; a single run takes all. ``input_axes`` and
+    ``output_axes`` tell of each axis whether it has that dimension.
     """
 
     count: int
     first: Part
     last: Part
-    step: int
-    inputs: Sequence[Sequence[bool]]
-    outputs: Sequence[Sequence[bool]]
+    outputs: tuple[Tensor, ...]
+    step: int = 0
+    input_axes: Sequence[Sequence[bool]] = ()
+    output_axes: Sequence[Sequence[bool]] = ()
 
-    def __iter__(self) -> Iterator[Run]:
+    @classmethod
+    def exactly(cls, program: Program) -> Self:
+        """Return one run of a program, on inputs of its own shapes."""
+        part = Part(program, None)
+        return cls(1, part, part, program.outputs)
+
+    @property
+    def runs(self) -> Iterator[Run]:
+        """The runs, made one by one, with the elements of the inputs that each takes, and of the outputs."""
         for number in range(self.count):
             taken = slice(number * self.step, (number + 1) * self.step)
             part = self.first if number + 1 < self.count else self.last
-            yield part, _indices(self.inputs, taken), _indices(self.outputs, taken)
+            yield part, _indices(self.input_axes, taken), _indices(self.output_axes, taken)
+
+    @property
+    def exact(self) -> Program | None:
+        """The program whose inputs have just these shapes, if there is one."""
+        return self.last.program if self.last.shapes is None else None
 
 
 class Sizes:
@@ -99,7 +89,7 @@ class Sizes:
         program = self._cover(shapes, sizes)
         if program is not None:
             part = self._part(program, sizes)
-            return Served(1, part, part, ((part, (), ()),), self._outputs(program, sizes))
+            return Served(1, part, part, self._outputs(program, sizes))
         return next(filter(None, (self._split(shapes, sizes, name) for name in sizes)), None)
 
     def _split(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], name: str) -> Served | None:
@@ -115,9 +105,7 @@ class Sizes:
         last = self._part(self._cover(shapes, left, split=name) or largest, left)
         inputs = [[axis == name for axis in axes] for axes in self._axes.inputs]
         outputs = [[axis == name for axis in axes] for axes in self._axes.outputs]
-        runs = _Runs(count, first, last, step, inputs, outputs)
-        kept = tuple(runs) if count <= _KEPT_RUNS else runs
-        return Served(count, first, last, kept, self._outputs(largest, sizes))
+        return Served(count, first, last, self._outputs(largest, sizes), step, inputs, outputs)
 
     def _cover(self, shapes: tuple[Shape, ...], sizes: Mapping[str, int], split: str | None = None) -> Program | None:
         """Return the smallest program for these sizes."""
