@@ -2,10 +2,10 @@
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias
 
 import numpy as np
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from nimblert.calls.state import State, Working
-
-T = TypeVar("T")
 
 Arrays: TypeAlias = Mapping[str, Any]
 """Arrays of the caller by the name of an input or output."""
@@ -264,16 +262,15 @@ class Context(_Runs):
 
     def reset(self) -> None:
         """Give the state of this context its initial values, those of the plan."""
-        self.between_runs(lambda working: working.kept.reset())
+        with self.between_runs() as working:
+            working.kept.reset()
 
-    def between_runs(self, do: "Callable[[Working], T]") -> T:
-        """Return what ``do`` returns for the memory that holds the state; no run begins meanwhile.
-
-        Raises InputError as a run would.
-        """
+    @contextmanager
+    def between_runs(self) -> "Iterator[Working]":
+        """Provide the memory that holds the state; no run begins meanwhile. Raises InputError as a run would."""
         with self._lock:
             self._check_idle()
-            return do(self._working)
+            yield self._working
 
     def steps(self, arrays: Mapping[str, Any], *, entry: str | None = None) -> "Generator[Work, None, None]":
         """Run an entry on arrays by input name, one command after the other in issue order.

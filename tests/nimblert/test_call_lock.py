@@ -130,12 +130,13 @@ def test_exception_within_a_call_closes_the_context_and_no_other(model: Executab
 def test_close_waits_for_the_call_of_another_thread(model: Executable) -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    def hold(_: object) -> None:
-        began.set()
-        assert go_on.wait(20)
+    def hold() -> None:
+        with model.between_runs():
+            began.set()
+            assert go_on.wait(20)
 
     with ThreadPoolExecutor(2) as pool:
-        holding = pool.submit(model.between_runs, hold)
+        holding = pool.submit(hold)
         assert began.wait(20)
         closing = pool.submit(model.close)
         assert not closing.done()

@@ -108,8 +108,8 @@ def test_changes_of_the_context_hold_for_calls_like_earlier_ones(model: Executab
         model.run(given)
     with nimblert.load(path) as other, other.context() as context:
         context.run(given)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="at work in another thread"):
-            context.between_runs(lambda _: pool.submit(context.run, given).result(10))
+        with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="another thread"), context.between_runs():
+            pool.submit(context.run, given).result(10)
 
 
 def test_replay_repeats_the_last_call(model: Executable) -> None:

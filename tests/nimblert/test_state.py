@@ -139,11 +139,12 @@ def test_the_state_of_a_context_that_another_thread_runs(loaded: Executable, ask
     entered, done = threading.Event(), threading.Event()
     with loaded.context() as context:
 
-        def work(_: object) -> None:
-            entered.set()
-            done.wait()
+        def work() -> None:
+            with context.between_runs():
+                entered.set()
+                done.wait()
 
-        thread = threading.Thread(target=context.between_runs, args=(work,))
+        thread = threading.Thread(target=work)
         thread.start()
         entered.wait()
         try:

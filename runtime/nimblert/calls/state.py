@@ -2,9 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -45,16 +46,13 @@ class Working(Protocol):
         """Return an array of the caller on the GPU of this ordinal, ready to be read. Raises InputError."""
 
 
-T = TypeVar("T")
-
-
 class Owner(Protocol):
     """The context that has the state."""
 
     plan: Plan
 
-    def between_runs(self, do: Callable[[Working], T]) -> T:
-        """Return what ``do`` returns for its memory, which no run uses meanwhile. Raises InputError as a run would."""
+    def between_runs(self) -> AbstractContextManager[Working]:
+        """Provide its memory, which no run uses meanwhile. Raises InputError as a run would."""
 
 
 class State(Mapping[str, np.ndarray]):
@@ -88,7 +86,8 @@ class State(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self._tensor(name)
-        return self._context.between_runs(lambda working: _content(working, tensor))
+        with self._context.between_runs() as working:
+            return _content(working, tensor)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the tensor of this name, or else ``default``."""
@@ -105,19 +104,15 @@ class State(Mapping[str, np.ndarray]):
             raise InputError(f"state: got {type(values).__name__}, expected a dict of arrays by name")
         # ``values`` may be another state, even this one.
         given = list(values.items())
-
-        def write(working: Working) -> None:
+        with self._context.between_runs() as working:
             checked = [self._checked(name, value, working) for name, value in given]
             for tensor, array in checked:
                 working.kept.write(tensor, array)
 
-        self._context.between_runs(write)
-
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
-        content = self._context.between_runs(
-            lambda working: {name: _content(working, tensor) for name, tensor in self._tensors.items()}
-        )
+        with self._context.between_runs() as working:
+            content = {name: _content(working, tensor) for name, tensor in self._tensors.items()}
         refitting.write(path, content)
 
     def load(self, path: str | PathLike[str]) -> None:
@@ -126,23 +121,20 @@ class State(Mapping[str, np.ndarray]):
         Nothing is written where a tensor does not fit. The file may be replaced meanwhile, but not overwritten in place
         or truncated.
         """
-
-        def write(working: Working) -> None:
-            with refitting.opened(path) as found:
-                if missing := [name for name in self._tensors if name not in found]:
-                    raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
-                # All values are checked before any is written.
-                for name in found:
-                    self._checked(name, found.outline(name), working)
-                for name, array in found.items():
-                    working.kept.write(*self._checked(name, array, working))
-
-        self._context.between_runs(write)
+        with self._context.between_runs() as working, refitting.opened(path) as found:
+            if missing := [name for name in self._tensors if name not in found]:
+                raise InputError(f"{os.fspath(path)}: lacks the state {missing[0]!r}")
+            # All values are checked before any is written.
+            for name in found:
+                self._checked(name, found.outline(name), working)
+            for name, array in found.items():
+                working.kept.write(*self._checked(name, array, working))
 
     def on_device(self, name: str) -> "DeviceOutput":
         """Return a copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
-        return self._context.between_runs(lambda working: working.kept.copy(tensor))
+        with self._context.between_runs() as working:
+            return working.kept.copy(tensor)
 
     def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
         tensor = self._tensor(name)
