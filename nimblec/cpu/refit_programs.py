@@ -18,7 +18,7 @@ from nimblec.plan.encoder import encode
 from nimblec.plan.refit_programs import groups, part_of, refits_in_place, replacing
 from nimblec.schedule.dependencies import dependencies
 from nimblec.schedule.streams import serial
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.arrays.layouts import dense_strides
 from nimblert.calls import refitting
 from nimblert.cpu.backend import CpuLoaded

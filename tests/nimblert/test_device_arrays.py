@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from nimblert.arrays import device_arrays, dlpack
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceOutput
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.errors import InputError
 
 

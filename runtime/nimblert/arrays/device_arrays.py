@@ -6,13 +6,14 @@ https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
 
 from nimblert.arrays import dlpack
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.arrays.layouts import dense_strides, numpy_dtype
 from nimblert.errors import InputError
 from nimblert.plan import ITEM_NBYTES
@@ -29,36 +30,6 @@ _TYPESTR = re.compile(r"[<>|=]?[A-Za-z][1-9][0-9]*")
 """Byte order, kind, bytes."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True, kw_only=True)  # not frozen: making one for an output would take three times as long
-class DeviceArray:
-    """An array in memory of a GPU, which ``owner`` keeps alive; ``strides`` are in elements.
-
-    ``stream`` is a stream that may still write it: 1 and 2 are the legacy default stream and the thread's. None where
-    it is written, or where the stream that is to read it waits already. ``precede`` makes a stream wait for what writes
-    an output of ours; None where it is written.
-    """
-
-    address: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: int
-    read_only: bool = False
-    stream: int | None = None
-    precede: Callable[[int], None] | None = None
-    owner: Any = None
-
-    @property
-    def span(self) -> range:
-        """The addresses from its lowest byte to its highest; none where it has no elements."""
-        if 0 in self.shape:
-            return range(0)
-        ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
-        first, last = sum(end for end in ends if end < 0), sum(end for end in ends if end > 0)
-        itemsize = ITEM_NBYTES[self.dtype]
-        return range(self.address + first * itemsize, self.address + (last + 1) * itemsize)
 
 
 def place(value: Any) -> tuple[str, int] | None:
@@ -84,7 +55,7 @@ def is_negated(value: Any) -> bool:
     return asked is not None and bool(asked())
 
 
-def at_once(value: Any) -> "DeviceArray | None":
+def at_once(value: Any) -> DeviceArray | None:
     """Return an array on a GPU of a library with fast exchange functions; else None, and `place` and `take` read it.
 
     Raises InputError where the library refuses.
@@ -93,10 +64,9 @@ def at_once(value: Any) -> "DeviceArray | None":
     if exchange is None:
         return None
     try:
-        read = exchange.read(value)
+        return exchange.read(value)
     except dlpack.REFUSALS as exc:
         raise _not_exported(exc) from exc
-    return None if read is None else DeviceArray(**read[0]._asdict(), stream=read[1], owner=value)
 
 
 def _not_exported(exc: Exception) -> InputError:
@@ -123,8 +93,7 @@ def take(value: Any, stream: int) -> DeviceArray:
     if not hasattr(value, "__dlpack__"):
         return _of_interface(value.__cuda_array_interface__, value)
     try:
-        capsule = value.__dlpack__(stream=stream or _LEGACY)
-        return DeviceArray(**dlpack.from_capsule(capsule)._asdict(), owner=capsule)
+        return dlpack.from_capsule(value.__dlpack__(stream=stream or _LEGACY))
     except dlpack.REFUSALS as exc:
         raise _not_exported(exc) from exc
 
@@ -239,8 +208,7 @@ class DeviceOutput:
         array = self._given()
         if array.precede is not None and stream != _NO_STREAM:
             array.precede(_LEGACY if stream is None else stream)
-        found = dlpack.Found(array.address, array.dtype, array.shape, array.strides, array.device)
-        return dlpack.capsule(found, ITEM_NBYTES[array.dtype], array)
+        return dlpack.capsule(array)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""DLPack's structs in Python: https://dmlc.github.io/dlpack/latest.
+"""Arrays on a GPU as DLPack has them: https://dmlc.github.io/dlpack/latest.
 
 Arrays of other libraries are read from capsules (unversioned structs), or with the functions that a library may offer
 (DLPackExchangeAPI, version 1), which takes a tenth of the time. Our arrays are exported as capsules.
@@ -7,10 +7,12 @@ Arrays of other libraries are read from capsules (unversioned structs), or with 
 import ctypes
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from nimblert.arrays.layouts import dense_strides
+from nimblert.plan import ITEM_NBYTES
 
 CUDA = 2
 """DLPack's kind of device for CUDA."""
@@ -54,24 +56,47 @@ _TABLE = struct.Struct("<IIQ5Q")
 back, object to tensor, and the current stream."""
 
 
-class Found(NamedTuple):
-    """An array's place and layout; ``strides`` are in elements, ``device`` is the ordinal."""
+@dataclass(slots=True, kw_only=True)  # not frozen: making one for an output would take three times as long
+class DeviceArray:
+    """An array in memory of a GPU, which ``owner`` keeps alive; ``strides`` are in elements.
+
+    ``stream`` is a stream that may still write it: 1 and 2 are the legacy default stream and the thread's. None where
+    it is written, or where the stream that is to read it waits already. ``precede`` makes a stream wait for what writes
+    an output of ours; None where it is written.
+    """
 
     address: int
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: int
+    read_only: bool = False
+    stream: int | None = None
+    precede: Callable[[int], None] | None = None
+    owner: Any = None
+
+    @property
+    def span(self) -> range:
+        """The addresses from its lowest byte to its highest; none where it has no elements."""
+        if 0 in self.shape:
+            return range(0)
+        ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        first, last = sum(end for end in ends if end < 0), sum(end for end in ends if end > 0)
+        itemsize = ITEM_NBYTES[self.dtype]
+        return range(self.address + first * itemsize, self.address + (last + 1) * itemsize)
 
 
-def _found(tensor: bytes) -> tuple[int, Found]:
+def _found(tensor: bytes, owner: Any) -> tuple[int, DeviceArray]:
     """Return the kind of device and the array of a DLTensor. Raises BufferError where it has no memory."""
     data, kind, device, rank, code, bits, lanes, shape_at, strides_at, offset = _TENSOR.unpack(tensor)
     shape = _numbers(shape_at, rank)
     strides = _numbers(strides_at, rank) if strides_at else dense_strides(shape)
     if not data and 0 not in shape:
         raise BufferError("it has no memory, as a fake tensor has none: give an array of numbers")
-    return kind, Found(data + offset, _dtype_name(code, bits, lanes), shape, strides, device)
+    dtype = _dtype_name(code, bits, lanes)
+    return kind, DeviceArray(
+        address=data + offset, dtype=dtype, shape=shape, strides=strides, device=device, owner=owner
+    )
 
 
 def _numbers(address: int, count: int) -> tuple[int, ...]:
@@ -85,9 +110,9 @@ def _dtype_name(code: int, bits: int, lanes: int) -> str:
     return name if lanes == 1 else f"{name}x{lanes}"
 
 
-def from_capsule(capsule: Any) -> Found:
+def from_capsule(capsule: Any) -> DeviceArray:
     """Return the array of a capsule, which nobody may have consumed, and which keeps the memory alive."""
-    return _found(_text(_pointer(capsule, _NAME), _TENSOR.size))[1]
+    return _found(_text(_pointer(capsule, _NAME), _TENSOR.size), capsule)[1]
 
 
 Raw: TypeAlias = tuple[int, bytes, bytes, bytes]
@@ -101,26 +126,20 @@ class Exchange:
         self._read = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p)(tensor_from_object)
         self._stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)(current_stream)
 
-    def read(self, value: Any) -> tuple[Found, int] | None:
-        """Return an array on a GPU and the stream that its library uses there; None where `__dlpack__` must be asked.
-
-        ``value`` must be kept alive.
-        """
+    def read(self, value: Any) -> DeviceArray | None:
+        """Return an array on a GPU, with the stream that its library uses; None where `__dlpack__` must be asked."""
         if getattr(value, "requires_grad", False):  # PyTorch's __dlpack__ refuses it with a reason
             return None
         tensor = ctypes.create_string_buffer(_TENSOR.size)
         self._read(value, ctypes.addressof(tensor))
-        kind, found = _found(tensor.raw)
+        kind, found = _found(tensor.raw, value)
         if kind != CUDA or found.dtype.startswith("complex"):  # PyTorch omits the conjugate bit here
             return None
-        return found, self.stream(found.device)
-
-    def stream(self, device: int) -> int:
-        """Return the stream that the library uses on a GPU."""
-        return self.stream_reader(device)()
+        found.stream = self.stream_reader(found.device)()
+        return found
 
     def stream_reader(self, device: int) -> Callable[[], int]:
-        """Return a function that does what `stream` does in half the time, for one thread at a time."""
+        """Return a function that returns the stream that the library uses on a GPU, for one thread at a time."""
         stream, ask = ctypes.c_void_p(), self._stream
         arguments = ctypes.c_int32(CUDA), ctypes.c_int32(device), ctypes.c_void_p(ctypes.addressof(stream))
 
@@ -220,16 +239,15 @@ for _called in (_deleter, _destructor, _KEPT_NAME):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_called))
 
 
-def capsule(found: Found, itemsize: int, owner: object) -> Any:
-    """Return a capsule over an array on a GPU. ``owner`` lives as long as the capsule or its consumer."""
-    rank = len(found.shape)
+def capsule(array: DeviceArray) -> Any:
+    """Return a capsule over an array on a GPU, whose owner lives as long as the capsule or its consumer."""
+    rank = len(array.shape)
     buffer = ctypes.create_string_buffer(_MANAGED.size + 16 * rank)
     address = ctypes.addressof(buffer)
-    code, numbers = _CODES[found.dtype.rstrip("0123456789")], address + _MANAGED.size
-    tensor = _TENSOR.pack(
-        found.address, CUDA, found.device, rank, code, 8 * itemsize, 1, numbers, numbers + 8 * rank, 0
-    )
+    code, numbers = _CODES[array.dtype.rstrip("0123456789")], address + _MANAGED.size
+    bits = 8 * ITEM_NBYTES[array.dtype]
+    tensor = _TENSOR.pack(array.address, CUDA, array.device, rank, code, bits, 1, numbers, numbers + 8 * rank, 0)
     _MANAGED.pack_into(buffer, 0, tensor, _DELETER)
-    struct.pack_into(f"<{2 * rank}q", buffer, _MANAGED.size, *found.shape, *found.strides)
-    _exported[address] = buffer, owner
+    struct.pack_into(f"<{2 * rank}q", buffer, _MANAGED.size, *array.shape, *array.strides)
+    _exported[address] = buffer, array
     return _new_capsule(address, ctypes.addressof(_KEPT_NAME), _DESTRUCTOR)

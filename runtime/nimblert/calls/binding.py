@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from nimblert.arrays import device_arrays, dlpack, layouts
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.calls.backend import Backend
 from nimblert.calls.entries import Signature, Take, checked_array
 from nimblert.errors import InputError

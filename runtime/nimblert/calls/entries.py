@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from nimblert.arrays import device_arrays
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.sizes import Served, Sizes, why_unserved
 from nimblert.errors import InputError

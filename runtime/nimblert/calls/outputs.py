@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceOutput
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.calls.backend import Backend
 from nimblert.calls.entries import Take, array_of_shape
 from nimblert.calls.sizes import Index, Served

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.calls.entries import Take, array_of_shape
 from nimblert.errors import InputError

@@ -16,7 +16,8 @@ from nimblert.errors import InputError
 from nimblert.plan import Plan, Pointer, Region, Tensor, Weight
 
 if TYPE_CHECKING:
-    from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+    from nimblert.arrays.device_arrays import DeviceOutput
+    from nimblert.arrays.dlpack import DeviceArray
 
 
 class Kept(Protocol):

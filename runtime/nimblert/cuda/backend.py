@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.arrays.layouts import numpy_dtype
 from nimblert.cuda import driver, graph
 from nimblert.cuda.calls import DeviceCall, HostCall, PreparedCall

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceOutput
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.calls.binding import VECTOR_NBYTES, fills_memory
 from nimblert.calls.outputs import filled
 from nimblert.cuda import driver

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.device_arrays import DeviceArray
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.calls.refitting import Refit
 from nimblert.cuda import graph
 from nimblert.cuda.driver import Context, Handle, call

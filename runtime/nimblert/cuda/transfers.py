@@ -13,7 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from nimblert.arrays import layouts
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceOutput
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.cuda import driver, graph
 from nimblert.cuda.driver import Context, Handle, call
 from nimblert.cuda.graph import Step

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from nimblert.arrays import device_arrays
-from nimblert.arrays.device_arrays import DeviceArray, DeviceOutput
+from nimblert.arrays.device_arrays import DeviceOutput
+from nimblert.arrays.dlpack import DeviceArray
 from nimblert.cuda import driver
 from nimblert.cuda.driver import NO_TIMING, PER_THREAD, Context, Handle, call
 from nimblert.cuda.memory import DEFAULT_STREAM, Bases, BlockPool, allocate
