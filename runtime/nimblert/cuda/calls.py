@@ -72,7 +72,7 @@ class PreparedCall:
         copies: dict[str, np.ndarray] = {}
         results: Outputs = {}
         try:
-            self._enqueue_inputs(arrays, used, in_place=stream is None)
+            self.enqueue_inputs(arrays, used, in_place=stream is None)
             backend.launch_program(used)
             for index, tensor in enumerate(self.program.outputs):
                 mine = out.get(tensor.name)
@@ -100,11 +100,8 @@ class PreparedCall:
             np.copyto(into[name], view)
         return results
 
-    def enqueue_inputs(self, arrays: Sequence[Any], stream: Handle) -> None:
-        """Enqueue the transfers of the inputs, for a caller that waits for them."""
-        self._enqueue_inputs(arrays, stream, in_place=True)
-
-    def _enqueue_inputs(self, arrays: Sequence[Any], stream: Handle, *, in_place: bool) -> None:
+    def enqueue_inputs(self, arrays: Sequence[Any], stream: Handle, *, in_place: bool = True) -> None:
+        """Enqueue the transfers of the inputs; ``in_place`` is for a caller that waits for them."""
         for transfer, array in zip(self._inputs, arrays, strict=True):
             if isinstance(transfer, DeviceInput):
                 transfer.enqueue(array.address, stream)
@@ -139,7 +136,7 @@ class HostCall(PreparedCall):
         backend.in_flight.wait()
         try:
             if self._graph is None:
-                self._enqueue_inputs(arrays, stream, in_place=True)
+                self.enqueue_inputs(arrays, stream)
                 backend.launch_program(stream)
                 outputs.enqueue_small(stream)
             else:
