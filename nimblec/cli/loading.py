@@ -12,7 +12,7 @@ from nimblert import golden
 from nimblert.calls.entries import Entry
 from nimblert.errors import InputError
 from nimblert.plan import Program
-from nimblert.plan.dimensions import Axes
+from nimblert.plan.dimensions import Axes, resized
 
 entry_option = click.option(
     "--entry",
@@ -107,4 +107,4 @@ def _sized(programs: Sequence[Program], given: Mapping[str, np.ndarray], dims: M
                     raise InputError(f"--dim {name}: {dims[name]}, and input {tensor.name!r} has the size {size}")
             sizes = found | sizes
     nearest = max(programs, key=lambda program: sum(sizes.get(name) == size for name, size in program.profile))
-    return replace(nearest, inputs=axes.resized_inputs(nearest, sizes))
+    return replace(nearest, inputs=tuple(replace(t, shape=resized(t, of, sizes)) for t, of in axes.of_inputs(nearest)))

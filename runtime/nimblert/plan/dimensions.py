@@ -1,7 +1,6 @@
 """The named dimensions of an entry, whose programs differ in the sizes of these alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -33,10 +32,6 @@ class Axes:
                 if name is not None and sizes.setdefault(name, size) != size:
                     return None
         return sizes
-
-    def resized_inputs(self, program: Program, sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        """Return the inputs of a program, resized to these sizes of the dimensions."""
-        return tuple(replace(t, shape=resized(t, axes, sizes)) for t, axes in self.of_inputs(program))
 
     def of_inputs(self, program: Program) -> "zip[tuple[Tensor, tuple[str | None, ...]]]":
         """Return each input of a program with the dimensions of its axes."""
