@@ -1,8 +1,5 @@
 """Whether this machine can run a plan, and which part of a fat plan it runs."""
 
-import os
-
-from nimblert.arrays.layouts import numpy_dtype
 from nimblert.errors import CudaError, DeviceMismatchError, InputError, PlanInvalidError
 from nimblert.plan import Device, Plan, Target, parts
 
@@ -51,37 +48,3 @@ def lacks(target: Target, device: Device, ordinal: int = 0) -> str:
     except (DeviceMismatchError, CudaError) as exc:
         return str(exc)
     return ""
-
-
-def all_lacks(plan: Plan, ordinal: int = 0) -> list[str]:
-    """Return all that this machine lacks for a plan, a sentence each, without loading it."""
-    found = [lacks(plan.target, plan.device, ordinal)]
-    if not found[0]:
-        try:
-            found.append(_lacking_memory(plan, ordinal))
-            if plan.target is Target.CPU:
-                from nimblert.cpu import onnx_session
-
-                for origin in dict.fromkeys(module.origin for module in plan.modules):
-                    onnx_session.check_origin(origin)
-        except (DeviceMismatchError, CudaError) as exc:
-            found.append(str(exc))
-    for dtype in dict.fromkeys(t.dtype for program in plan.programs for t in (*program.inputs, *program.outputs)):
-        try:
-            numpy_dtype(dtype)
-        except DeviceMismatchError as exc:
-            found.append(str(exc))
-    return [sentence for sentence in found if sentence]
-
-
-def _lacking_memory(plan: Plan, ordinal: int) -> str:
-    """Return a sentence where weights, state and the largest program need more memory than there is at all."""
-    passed = max((sum((*program.input_nbytes, *program.output_nbytes)) for program in plan.programs), default=0)
-    needed = plan.weights_nbytes + plan.state_nbytes + plan.arena_nbytes + passed
-    if plan.target is Target.CUDA:
-        from nimblert.cuda import driver
-
-        have = driver.memory_nbytes(ordinal)
-    else:
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"the plan needs {needed} bytes of memory, and there are {have}" if needed > have else ""

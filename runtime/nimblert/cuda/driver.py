@@ -129,11 +129,6 @@ def describe(ordinal: int = 0) -> "Device":
     )
 
 
-def memory_nbytes(ordinal: int) -> int:
-    """Return the size of the memory of the GPU with this ordinal."""
-    return int(call("cuDeviceTotalMem", call("cuDeviceGet", ordinal)))
-
-
 def check_device(needed: "Device", found: "Device") -> None:
     """Raise DeviceMismatchError unless the cubins of a plan made for ``needed`` run on ``found``.
 
