@@ -59,11 +59,8 @@ def extent_problems(path: str, pointer: Pointer, nbytes: int, sizes: Sizes) -> I
 
 def limit_problems(plan: Plan, limits: Limits) -> Iterator[str]:
     """Yield a sentence for each limit that ``plan`` exceeds; `verify` checks single tensors."""
-    yield from _beyond("modules", len(plan.modules), limits.modules)
-    yield from _beyond("kernels", len(plan.kernels), limits.kernels)
-    yield from _beyond("programs", len(plan.programs), limits.programs)
-    yield from _beyond("refits", len(plan.refits), limits.refits)
-    yield from _beyond("bodies", len(plan.bodies), limits.bodies)
+    for name in ("modules", "kernels", "programs", "refits", "bodies"):
+        yield from _beyond(name, len(getattr(plan, name)), getattr(limits, name))
     if plan.target == Target.CPU:
         for i, module in enumerate(plan.modules):
             yield from _beyond(f"modules[{i}].code", module.code.nbytes, limits.model_nbytes, " bytes")
