@@ -1,1 +1,1 @@
-"""Calls, independent of the target: entries, sizes, inputs and outputs, bindings, state, turns."""
+"""Calls, independent of the target: entries, sizes, inputs and outputs, bindings, state, locks."""

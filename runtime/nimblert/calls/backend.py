@@ -20,7 +20,7 @@ class PreparedCall(Protocol):
 
     program: Program
     run_at: RunAt | None
-    """As `run`, on arrays at device addresses that are ready for work on a stream; None where there is no such way."""
+    """As `run`, on arrays at device addresses that are ready for work on a stream; None where that is not possible."""
 
     def run(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Run on arrays of these layouts, and return new outputs by name."""

@@ -189,12 +189,12 @@ def _wrong_size(entry: str, programs: Sequence[Program], axes: Axes, shapes: Sha
         most = max((n for n, fit in fits.items() if fit is not Fit.EXACT), default=0)
         if size in fits or 0 < size < most:
             continue
-        way = f"1 to {most}" if most else "one of these"
+        remedy = f"1 to {most}" if most else "one of these"
         if not most and size > 0:
-            way += f", or compile with --dim {dimension}={size} among them"
+            remedy += f", or compile with --dim {dimension}={size} among them"
         sentence = (
             f"input {name!r}: {dimension!r} is {size} at axis {axis}, and {entry!r} has programs for "
-            f"{dimension}={', '.join(_some(fits))}: give {way}"
+            f"{dimension}={', '.join(_some(fits))}: give {remedy}"
         )
         if size < 1 or Fit.SPLIT not in fits.values():
             return sentence

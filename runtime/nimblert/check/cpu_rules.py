@@ -54,7 +54,7 @@ def _parameter_problems(position: int, parameter: Parameter, limits: Limits) -> 
 
 
 class Nodes(dict[int, Node | None]):
-    """The only node of a module's model, by the module's index; None where it has not one. Each model is read once."""
+    """The only node of a module's model, by the module's index; None where it has not one; read on demand."""
 
     def __init__(self, modules: Sequence[Module]) -> None:
         super().__init__()

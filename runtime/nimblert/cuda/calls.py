@@ -175,7 +175,7 @@ class DeviceCall(PreparedCall):
         # A complex array may be a conjugate view.
         if not any(tensor.dtype.startswith("complex") for tensor in self.program.inputs):
             self.run_at = self._run_at
-        self._ways = inputs
+        self._device_inputs = inputs
         self._seen: Counter[object] = Counter()
         self._graphs: dict[object, Handle] = {}
         self._patience = 1.0
@@ -193,8 +193,8 @@ class DeviceCall(PreparedCall):
             key = addresses, tuple([None if block is None else block.address for block in blocks])
             graph = self._graphs.get(key) or self._missed(*key)
             if graph is None:
-                for way, address in zip(self._ways, addresses, strict=True):
-                    way.enqueue(address, used)
+                for transfer, address in zip(self._device_inputs, addresses, strict=True):
+                    transfer.enqueue(address, used)
                 backend.launch_program(used)
                 outputs.enqueue_copies(blocks, used)
             else:
@@ -237,10 +237,11 @@ class DeviceCall(PreparedCall):
         arrivals, beside, elsewhere = [], [], {}
         movable_inputs, movable_outputs = movable(self.program)
         own = [(backend.memory.address(tensor.pointer), tensor.span_nbytes) for tensor in self.program.outputs]
-        for tensor, way, address in zip(self.program.inputs, self._ways, addresses, strict=True):
+        for tensor, transfer, address in zip(self.program.inputs, self._device_inputs, addresses, strict=True):
             is_own = any(at < address + tensor.span_nbytes and address < at + nbytes for at, nbytes in own)
-            steps = way.steps(address)
-            if tensor.name in movable_inputs and way.mover.is_copy and address % VECTOR_NBYTES == 0 and not is_own:
+            steps = transfer.steps(address)
+            is_usable = transfer.mover.is_copy and address % VECTOR_NBYTES == 0 and not is_own
+            if tensor.name in movable_inputs and is_usable:
                 elsewhere[Region.INPUT, tensor.pointer.index] = address
                 beside += steps
             else:
