@@ -104,12 +104,12 @@ class _Loaded:
 
     def profile(self) -> list[int]:
         """Return the nanoseconds of each command of a run."""
-        self.working.kept.reset()
+        self.working.reset()
         return self.backend.profile()
 
     def run(self) -> list[int]:
         """Return the nanoseconds of a run, as a list of one."""
-        self.working.kept.reset()
+        self.working.reset()
         begin = time.perf_counter_ns()
         self.backend.run()
         return [time.perf_counter_ns() - begin]

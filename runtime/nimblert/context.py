@@ -263,7 +263,7 @@ class Context(_Runs):
     def reset(self) -> None:
         """Give the state of this context its initial values, those of the plan."""
         with self.between_runs() as working:
-            working.kept.reset()
+            working.reset()
 
     @contextmanager
     def between_runs(self) -> "Iterator[Working]":

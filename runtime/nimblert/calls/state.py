@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from nimblert.arrays.dlpack import DeviceArray
 
 
-class Kept(Protocol):
-    """The STATE region of one context."""
+class Working(Protocol):
+    """The memory of a context, with its STATE region, which no run uses now."""
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """Return a copy of ``nbytes`` bytes, as uint8."""
@@ -34,14 +34,6 @@ class Kept(Protocol):
 
     def reset(self) -> None:
         """Restore the initial values."""
-
-
-class Working(Protocol):
-    """The memory of a context."""
-
-    @property
-    def kept(self) -> Kept:
-        """Its state; no run uses it now."""
 
     def take(self, value: Any, ordinal: int) -> "DeviceArray":
         """Return an array of the caller on the GPU of this ordinal, ready to be read. Raises InputError."""
@@ -108,7 +100,7 @@ class State(Mapping[str, np.ndarray]):
         with self._context.between_runs() as working:
             checked = [self._checked(name, value, working) for name, value in given]
             for tensor, array in checked:
-                working.kept.write(tensor, array)
+                working.write(tensor, array)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a safetensors file. Raises InputError without that package, NimbleError for the file."""
@@ -129,13 +121,13 @@ class State(Mapping[str, np.ndarray]):
             for name in found:
                 self._checked(name, found.outline(name), working)
             for name, array in found.items():
-                working.kept.write(*self._checked(name, array, working))
+                working.write(*self._checked(name, array, working))
 
     def on_device(self, name: str) -> "DeviceOutput":
         """Return a copy on the plan's GPU, for DLPack or the CUDA array interface. Raises InputError."""
         tensor = self._tensor(name)
         with self._context.between_runs() as working:
-            return working.kept.copy(tensor)
+            return working.copy(tensor)
 
     def _checked(self, name: str, value: Any, working: Working) -> "tuple[Tensor, np.ndarray | DeviceArray]":
         tensor = self._tensor(name)
@@ -163,7 +155,7 @@ def _number(tensor: Tensor, value: float) -> Any:
 
 
 def _content(working: Working, tensor: Tensor) -> np.ndarray:
-    content = working.kept.read(tensor.pointer.offset, tensor.span_nbytes)
+    content = working.read(tensor.pointer.offset, tensor.span_nbytes)
     return content.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
 
 

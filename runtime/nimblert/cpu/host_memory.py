@@ -60,41 +60,33 @@ class HostWeights:
         return self._weights[index], offset - self._offsets[index]
 
 
-class HostState:
-    """The STATE region of a plan in host memory."""
-
-    def __init__(self, plan: Plan, memory: np.ndarray) -> None:
-        self._plan = plan
-        self._memory = memory
-
-    def reset(self) -> None:
-        """Restore the initial values."""
-        for part in self._plan.state:
-            self._memory[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
-
-    def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """Return a copy of ``nbytes`` bytes, as uint8."""
-        return self._memory[offset : offset + nbytes].copy()
-
-    def copy(self, tensor: Tensor) -> NoReturn:
-        """Raise InputError: the state is not on a GPU."""
-        raise InputError(f"state {tensor.name!r} is on the host, where the plan runs: read it as an array")
-
-    def write(self, tensor: Tensor, array: np.ndarray) -> None:
-        """Copy an array of the tensor's dtype and shape into the tensor."""
-        start = tensor.pointer.offset
-        memory = self._memory[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
-        np.copyto(memory.reshape(tensor.shape), array)
-
-
 class HostWorking:
     """The memory that the programs of a context share: the arena, which may be the caller's, and the state."""
 
     def __init__(self, plan: Plan, arena: np.ndarray | None = None, *, poison: bool = False) -> None:
         self.arena = allocate(plan.arena_nbytes, poison=poison) if arena is None else arena[: plan.arena_nbytes]
         self.state = allocate(plan.state_nbytes)
-        self.kept = HostState(plan, self.state)
-        self.kept.reset()
+        self._initial = plan.state
+        self.reset()
+
+    def reset(self) -> None:
+        """Restore the initial values of the state."""
+        for part in self._initial:
+            self.state[part.offset : part.offset + part.data.nbytes] = np.frombuffer(part.data, np.uint8)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """Return a copy of ``nbytes`` bytes of the state, as uint8."""
+        return self.state[offset : offset + nbytes].copy()
+
+    def copy(self, tensor: Tensor) -> NoReturn:
+        """Raise InputError: the state is not on a GPU."""
+        raise InputError(f"state {tensor.name!r} is on the host, where the plan runs: read it as an array")
+
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Copy an array of the tensor's dtype and shape into a tensor of the state."""
+        start = tensor.pointer.offset
+        memory = self.state[start : start + tensor.span_nbytes].view(numpy_dtype(tensor.dtype))
+        np.copyto(memory.reshape(tensor.shape), array)
 
     def take(self, value: object, ordinal: int, stream: int | None = None) -> NoReturn:
         """Raise InputError: arrays on a GPU are not taken."""

@@ -62,7 +62,9 @@ class CudaLoaded:
 
     def working(self, arena: DeviceArena | None = None, *, poison: bool = False) -> CudaWorking:
         """Return arena and state for one context."""
-        return CudaWorking(self._plan, self.device, arena, self.uploader, poison=poison)
+        return CudaWorking(
+            self._plan, self.device, arena, self.uploader, self.kernels, self.device_pool, poison=poison
+        )
 
     def backend(self, program: Program, working: CudaWorking, *, poison: bool = False) -> "CudaBackend":
         """Load a program into the memory of a context."""

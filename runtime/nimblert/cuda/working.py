@@ -1,7 +1,6 @@
 """The device memory that the programs of a context share, and the work in flight there."""
 
 import threading
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -16,71 +15,6 @@ from nimblert.cuda.movers import GatherKernels
 from nimblert.cuda.uploader import Uploader, upload_region
 from nimblert.errors import InputError
 from nimblert.plan import Plan, Region, Tensor
-
-
-class DeviceState:
-    """The STATE region of a plan, at an address on one GPU. Each call waits until it is done.
-
-    ``stream`` is the one that waits for arrays of the caller. The GPU's context is current in the calling thread, and
-    no run uses the region meanwhile. Device memory that `copy` has handed out is freed by its last user, also after
-    `close`.
-    """
-
-    def __init__(self, plan: Plan, device: int, base: int, stream: int, uploader: Uploader) -> None:
-        self._plan = plan
-        self._device = device
-        self._base = base
-        self._stream = stream
-        self._uploader = uploader
-        self._pool = BlockPool(Context(device), on_device=True)
-
-    def reset(self) -> None:
-        """Restore the initial values."""
-        upload_region(self._uploader, self._base, self._plan.state)
-
-    def read(self, offset: int, nbytes: int) -> np.ndarray:
-        """Return a copy of ``nbytes`` bytes, as uint8."""
-        host = np.empty(nbytes, np.uint8)
-        if nbytes:
-            call("cuMemcpyDtoH", host.ctypes.data, self._base + offset, nbytes)
-        return host
-
-    def copy(self, tensor: Tensor) -> DeviceOutput:
-        """Return a copy of a tensor in device memory."""
-        block = self._pool.take(tensor.span_nbytes, DEFAULT_STREAM)
-        if tensor.span_nbytes:
-            call("cuMemcpyDtoD", block.address, self._base + tensor.pointer.offset, tensor.span_nbytes)
-            call("cuStreamSynchronize", DEFAULT_STREAM)
-        return DeviceOutput(
-            DeviceArray(
-                address=block.address,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                strides=tensor.strides,
-                device=self._device,
-                owner=block,
-            )
-        )
-
-    def write(self, tensor: Tensor, array: np.ndarray | DeviceArray) -> None:
-        """Copy an array of the tensor's dtype and shape into the tensor."""
-        if not tensor.span_nbytes:
-            return
-        target = self._base + tensor.pointer.offset
-        if isinstance(array, DeviceArray):
-            with closing(Context(self._device)) as context:
-                mover = GatherKernels(context).mover_to("state", tensor, array.strides)
-                mover.move(target, array.address, self._stream)
-                call("cuStreamSynchronize", self._stream)
-        else:
-            dense = np.ascontiguousarray(array)
-            call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
-            call("cuStreamSynchronize", DEFAULT_STREAM)
-
-    def close(self) -> None:
-        """Free the memory that nobody uses."""
-        self._pool.close()
-
 
 _MOST_KEPT = 64
 """The most calls whose arrays are kept alive before waiting for them."""
@@ -162,13 +96,25 @@ class DeviceArena:
 
 
 class CudaWorking:
-    """The device memory that the programs of a context share, and the stream that they run on."""
+    """The device memory that the programs of a context share, and the stream that they run on.
+
+    Reads and writes of the state wait for the work in flight, and until they are done; no run uses the state meanwhile.
+    """
 
     def __init__(
-        self, plan: Plan, device: int, arena: DeviceArena | None, uploader: Uploader, *, poison: bool
+        self,
+        plan: Plan,
+        device: int,
+        arena: DeviceArena | None,
+        uploader: Uploader,
+        kernels: GatherKernels,
+        pool: BlockPool,
+        *,
+        poison: bool,
     ) -> None:
         self._context = Context(device)
-        self._device = device
+        self._plan, self._device = plan, device
+        self._uploader, self._kernels, self._pool = uploader, kernels, pool
         self._is_only_gpu = driver.count() == 1
         self._taking = threading.Lock()
         try:
@@ -176,12 +122,11 @@ class CudaWorking:
             created = self._context.acquire(call("cuStreamCreate", non_blocking), "cuStreamDestroy")
             self.stream = int(created)
             self._written = self._context.acquire(call("cuEventCreate", NO_TIMING), "cuEventDestroy")
-            state = allocate(self._context, plan.state_nbytes)
+            self._state = allocate(self._context, plan.state_nbytes)
             address = allocate(self._context, plan.arena_nbytes, poison=poison) if arena is None else arena.address
-            self.bases: Bases = {(Region.ARENA, 0): address, (Region.STATE, 0): state}
+            self.bases: Bases = {(Region.ARENA, 0): address, (Region.STATE, 0): self._state}
             self.in_flight = InFlight(self._context) if arena is None else arena.in_flight
-            self._kept = DeviceState(plan, device, state, self.stream, uploader)
-            self._kept.reset()
+            upload_region(uploader, self._state, plan.state)
         except BaseException:
             self._context.close()
             raise
@@ -222,17 +167,59 @@ class CudaWorking:
         _, handle = asked()
         return int(handle)
 
-    @property
-    def kept(self) -> DeviceState:
-        """The state, after all work in this memory has ended."""
+    def reset(self) -> None:
+        """Restore the initial values of the state."""
+        self._settle()
+        upload_region(self._uploader, self._state, self._plan.state)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """Return a copy of ``nbytes`` bytes of the state, as uint8."""
+        self._settle()
+        host = np.empty(nbytes, np.uint8)
+        if nbytes:
+            call("cuMemcpyDtoH", host.ctypes.data, self._state + offset, nbytes)
+        return host
+
+    def copy(self, tensor: Tensor) -> DeviceOutput:
+        """Return a copy of a tensor of the state in device memory, which its last user frees, also after `close`."""
+        self._settle()
+        block = self._pool.take(tensor.span_nbytes, DEFAULT_STREAM)
+        if tensor.span_nbytes:
+            call("cuMemcpyDtoD", block.address, self._state + tensor.pointer.offset, tensor.span_nbytes)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
+        return DeviceOutput(
+            DeviceArray(
+                address=block.address,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                strides=tensor.strides,
+                device=self._device,
+                owner=block,
+            )
+        )
+
+    def write(self, tensor: Tensor, array: np.ndarray | DeviceArray) -> None:
+        """Copy an array of the tensor's dtype and shape into a tensor of the state."""
+        if not tensor.span_nbytes:
+            return
+        self._settle()
+        target = self._state + tensor.pointer.offset
+        if isinstance(array, DeviceArray):
+            self._kernels.mover_to("state", tensor, array.strides).move(target, array.address, self.stream)
+            call("cuStreamSynchronize", self.stream)
+        else:
+            dense = np.ascontiguousarray(array)
+            call("cuMemcpyHtoD", target, dense.ctypes.data, dense.nbytes)
+            call("cuStreamSynchronize", DEFAULT_STREAM)
+
+    def _settle(self) -> None:
+        """Make the context current, and wait until all work in this memory has ended."""
         self._context.make_current()
         self.in_flight.wait()
-        return self._kept
 
     def close(self) -> None:
         """Free it; the programs that use it must be closed."""
         with self._taking:
-            self._kept.close()
             self._context.close()
 
 
