@@ -175,9 +175,11 @@ def captured(call: peer_calls.Call) -> tuple[torch.cuda.CUDAGraph, int]:
 
 def multiply_adds(module: Any, inputs: Inputs) -> int:
     """Return the multiply-adds of convolutions and matrix products: half the operations that torch counts."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    # Of other attention, torch counts none with grouped queries.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         inputs.call(module)
     return int(counter.get_total_flops()) // 2
 

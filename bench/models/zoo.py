@@ -4,8 +4,9 @@
 encoder in fp16; 64 tokens of a decoder in bf16, without a cache. zoo.txt holds the names that a draw gave with
 timm 1.0.29, torchvision 0.26 and transformers 5.17: ``python -m bench.models.zoo`` draws them again, in an hour on two
 cores. A draw shuffles the families of each library, takes one network of each, and skips what cannot be measured: more
-than `LARGEST` parameters, outputs that are not finite, or a graph that torch.export does not find. Decoders and
-encoders keep the sizes of their library's default configuration, with half the layers as often as `LARGEST` asks.
+than `LARGEST` parameters, outputs that are not finite or are random, or a graph that torch.export does not find.
+Decoders and encoders keep the sizes of their library's default configuration, with half the layers as often as
+`LARGEST` asks.
 """
 
 import random
@@ -143,7 +144,7 @@ def families(library: str) -> dict[str, list[str]]:
 
 
 def _is_measurable(library: str, name: str) -> bool:
-    """Return whether a network is small enough, has a graph and finite outputs; the reason goes to standard error."""
+    """Return whether a network is small, has a graph, and finite, repeatable outputs; else write the reason."""
     torch.manual_seed(0)
     try:
         reason = "is too large" if parameters(partial(plain, library, name)) > LARGEST else ""
@@ -151,7 +152,9 @@ def _is_measurable(library: str, name: str) -> bool:
             module, inputs = model(library, name)
             with torch.no_grad():
                 torch.export.export(module, inputs, strict=False)
-                reason = "" if module(*inputs).isfinite().all() else "is not finite"
+                first = module(*inputs)
+                reason = "" if first.isfinite().all() else "is not finite"
+                reason = reason or ("" if first.equal(module(*inputs)) else "draws random numbers")
     except Exception as exc:  # noqa: BLE001 - the libraries' code may raise anything
         reason = f"{type(exc).__name__}: {exc}"
     if reason:
