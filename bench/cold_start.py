@@ -192,7 +192,8 @@ def markdown(results: dict[str, Any]) -> str:
     found = [(model, system, f) for model, systems in results["starts"].items() for system, f in systems.items()]
     rows = [row for row in found if "problem" not in row[2]]
     failed = [f"{short(model)}, {system}: {f['problem']}" for model, system, f in found if "problem" in f]
-    return "\n".join((*by_columns(COLUMNS, rows), "", *failed, "", environment.provenance(results)))
+    below = [*failed, ""] if failed else []
+    return "\n".join((*by_columns(COLUMNS, rows), "", *below, environment.provenance(results)))
 
 
 def main(arguments: list[str]) -> None:

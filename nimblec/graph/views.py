@@ -60,7 +60,7 @@ def lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
 
 
 def with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """Return the same numbers with these strides: a copy, unless they lie so."""
+    """Return a tensor with these strides, in elements: the given one if it has them, else a copy."""
     if lies_as(tensor, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

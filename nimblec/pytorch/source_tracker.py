@@ -1,4 +1,4 @@
-"""Find the part of the model that makes each ATen call, or whose calls the gradient is of that makes it."""
+"""Find the part of the model that makes each ATen call, or the part whose gradient the call computes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

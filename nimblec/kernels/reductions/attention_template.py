@@ -5,7 +5,7 @@
 
 A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
 FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides. All
-that a block reads but the factor may come from the kernel before, so it waits first (`nimblec.kernels.device`).
+that a block reads, except the factor, may come from the kernel before, so it waits first (`nimblec.kernels.device`).
 """
 
 import triton
