@@ -38,14 +38,15 @@ _NAMES = _POINTWISE | frozenset({
 _POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
 _STENCILS = _POOLS | {"upsample_bilinear2d"}
 
-_ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean"}
+_ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean", "cat"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
 
 _SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
-    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit_functional", "roll",
-    "flip", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter",
+    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "roll", "flip", "constant_pad_nd", "reflection_pad2d", "replication_pad2d",
+    "slice_scatter", "select_scatter",
 }
-"""Calls that ATen computes by slow kernels or by several. Any other call alone is as fast as generated code."""
+"""Calls that ATen computes by slow kernels or by several."""
 
 LARGEST_WINDOW = 25
 """Elements of the largest pooling window that Inductor generates code for (torch/_inductor/lowering.py)."""
@@ -83,12 +84,24 @@ def is_stencil(node: fx.Node) -> bool:
 
 def is_slow_alone(node: fx.Node) -> bool:
     """Return whether a generated kernel is much faster than the call itself, though it computes nothing else."""
-    return _name(node) in _SLOW_ALONE and (_name(node) not in _POOLS or _window(node) <= LARGEST_WINDOW)
+    if _name(node) in _SLOW_ALONE:
+        return _name(node) not in _POOLS or _window(node) <= LARGEST_WINDOW
+    return _is_elementwise(node) and _is_uneven(node)
 
 
 def is_one_launch(node: fx.Node) -> bool:
     """Return whether ATen computes the call by a single kernel that is not much slower than a generated one."""
-    return _name(node) in _ONE_LAUNCH
+    return _name(node) in _ONE_LAUNCH or _is_elementwise(node)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return is_pointwise(node) or _name(node) == "clone"
+
+
+def _is_uneven(node: fx.Node) -> bool:
+    """Return whether arguments or result differ in shape or strides: ATen then reads element by element."""
+    tensors = [fake(node), *map(fake, node.all_input_nodes)]
+    return len({(tensor.shape, tensor.stride()) for tensor in tensors}) > 1
 
 
 def _window(node: fx.Node) -> int:

@@ -19,6 +19,7 @@ def convolution_shape(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    groups: int = 1,
 ) -> Convolution:
     """Return the geometry for images ``x`` (batch, channels, height, width) that lie channels last."""
     batch, channels, height, width = x.shape
@@ -26,12 +27,13 @@ def convolution_shape(
         batch=batch,
         height=height,
         width=width,
-        channels=channels,
+        channels=channels // groups,
         out_channels=out_channels,
         kernel=pair(kernel),
         stride=pair(stride),
         padding=pair(padding),
         dilation=pair(dilation),
+        groups=groups,
         pixel_stride=pixel_stride(x),
     )
 

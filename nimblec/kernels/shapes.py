@@ -64,7 +64,8 @@ class Convolution(Windows):
 
     Adjacent pixels of the input are ``pixel_stride`` elements apart (0: all are the same), those of the result
     ``out_stride``; None stands for the number of channels. Rows and images follow without a gap. As a
-    matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products.
+    matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products. With ``groups`` each
+    sum is over the ``channels`` of one group, and as many times more are read.
     """
 
     batch: int
@@ -76,6 +77,7 @@ class Convolution(Windows):
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
+    groups: int = 1
     pixel_stride: int | None = None
     out_stride: int | None = None
 
@@ -94,7 +96,7 @@ class Convolution(Windows):
         """The constants of templates that read images."""
         return {
             **self._settings,
-            "PIXEL_STRIDE": self.channels if self.pixel_stride is None else self.pixel_stride,
+            "PIXEL_STRIDE": self.channels * self.groups if self.pixel_stride is None else self.pixel_stride,
             "OUT_CHANNELS": self.out_channels,
         }
 

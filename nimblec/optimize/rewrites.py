@@ -22,6 +22,7 @@ from nimblec.optimize.passes.layout_gradients import split_gradients
 from nimblec.optimize.passes.layout_groups import lay_groups_contiguous
 from nimblec.optimize.passes.linears import join_linears
 from nimblec.optimize.passes.numbers import inline_numbers
+from nimblec.optimize.passes.one_axis import convolve_as_images
 from nimblec.optimize.passes.pointwise import linear_convolutions
 from nimblec.optimize.passes.recurrent import pack_recurrent_weights
 from nimblec.optimize.passes.shared_matrix import join_batches
@@ -102,8 +103,13 @@ PRECISION = (
 LAYOUT = (
     Pass(run=split_gradients, reason="layouts and kernels, which come later, handle one gradient each"),
     Pass(
-        run=linear_convolutions,
+        run=convolve_as_images,
         needs=(fold_batch_norm,),
+        reason="only convolutions of images have a layout to propagate; a norm after a convolution is folded by now",
+    ),
+    Pass(
+        run=linear_convolutions,
+        needs=(fold_batch_norm, convolve_as_images),
         reason="fuse_convolutions would take those with a ReLU",
     ),
     Pass(

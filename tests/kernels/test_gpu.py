@@ -1,5 +1,7 @@
 """Convolutions and products on a GPU: values of the best candidates, counters, and twenty runs with the same bits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ SHAPES = {
         batch=1, height=64, width=64, channels=3, out_channels=24, kernel=(7, 7), stride=(2, 2), padding=(3, 3)
     ),
     "projection": Convolution(batch=2, height=14, width=14, channels=96, out_channels=40, stride=(2, 2)),
+    "groups": Convolution(
+        batch=2, height=14, width=14, channels=32, out_channels=144, kernel=(3, 3), padding=(1, 1), groups=3
+    ),
 }
 
 
@@ -40,13 +45,13 @@ _EPS: dict[Arithmetic, float] = {"tf32": 2**-9, "tf32x3": 2**-20}
 )
 def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> None:
     shape = SHAPES[name]
-    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
+    x = torch.randn(shape.batch, shape.channels * shape.groups, shape.height, shape.width, device="cuda").to(dtype)
     x = x.contiguous(memory_format=torch.channels_last)
     weight = (torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda") / shape.depth**0.5).to(
         dtype
     )
     bias = torch.randn(shape.out_channels, device="cuda", dtype=dtype)
-    total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding)
+    total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding, groups=shape.groups)
     residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
     eps = _EPS[arithmetic] if dtype is torch.float32 else torch.finfo(dtype).eps
     for tiling in candidates(shape, GPU.current(), limit=2, itemsize=dtype.itemsize):
@@ -55,6 +60,7 @@ def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> 
             ops.convolution(
                 x, pack_convolution(weight, tiling), bias, residual, arrived, shape.out_channels, shape.kernel,
                 shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late", arithmetic=arithmetic,
+                groups=shape.groups,
             )
             for _ in range(20)
         ]  # fmt: skip
@@ -65,7 +71,7 @@ def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> 
 @pytest.mark.parametrize("name", SHAPES)
 def test_part_of_larger_images(name: str, dtype: torch.dtype) -> None:
     shape = SHAPES[name]
-    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").to(dtype)
+    x = torch.randn(shape.batch, shape.channels * shape.groups, shape.height, shape.width, device="cuda").to(dtype)
     x = x.contiguous(memory_format=torch.channels_last)
     weight = torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda").to(dtype)
     for tiling in candidates(shape, GPU.current(), limit=4, itemsize=dtype.itemsize):
@@ -73,10 +79,11 @@ def test_part_of_larger_images(name: str, dtype: torch.dtype) -> None:
             x, pack_convolution(weight, tiling), None, None, _counters(shape, tiling), shape.out_channels, shape.kernel,
             shape.stride, shape.padding, shape.dilation, "relu", tiling.numbers, "late",
         )  # fmt: skip
-        expected = ops.convolution(*arguments, arithmetic="tf32x3")
+        how: dict[str, Any] = {"arithmetic": "tf32x3", "groups": shape.groups}
+        expected = ops.convolution(*arguments, **how)
         whole = torch.full_like(torch.cat([expected] * 3, 1), torch.nan)
         begin, end = shape.out_channels, 2 * shape.out_channels
-        ops.convolution_into(*arguments, arithmetic="tf32x3", out=whole[:, begin:end])
+        ops.convolution_into(*arguments, **how, out=whole[:, begin:end])
         assert torch.equal(whole[:, begin:end], expected)
         assert whole[:, :begin].isnan().all()
         assert whole[:, end:].isnan().all()
@@ -169,7 +176,7 @@ def test_long_sums_in_three_products_keep_all_bits() -> None:
 @pytest.mark.parametrize("name", ["3x3", "projection"])
 def test_prologues(name: str, trigger: str) -> None:
     shape = SHAPES[name]
-    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width, device="cuda").half()
+    x = torch.randn(shape.batch, shape.channels * shape.groups, shape.height, shape.width, device="cuda").half()
     x = x.contiguous(memory_format=torch.channels_last)
     weight = (torch.randn(shape.out_channels, shape.channels, *shape.kernel, device="cuda") / shape.depth**0.5).half()
     scale, shift = torch.randn(2, shape.channels, device="cuda")

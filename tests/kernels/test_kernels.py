@@ -23,6 +23,8 @@ from nimblec.kernels.products.gemm_reference import as_multiplied
 from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates, shared_budget
 from nimblec.kernels.products.packing import (
     for_tensor_cores,
+    join_groups,
+    kernel_groups,
     pack_convolution,
     pack_linear,
     pack_rows,
@@ -62,6 +64,20 @@ def test_a_shape_is_torchs(**geometry: tuple[int, int]) -> None:
 
 def _rest(geometry: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     return {name: value for name, value in geometry.items() if name != "kernel"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "read", "made", "expected"),
+    [(4, 32, 16, 4), (4, 16, 16, 2), (8, 4, 4, 1), (32, 4, 8, 4), (6, 32, 12, 1), (3, 10, 10, 1), (2, 48, 48, 1)],
+)
+def test_groups_are_joined_until_they_fit_tiles(groups: int, read: int, made: int, expected: int) -> None:
+    weight, x = random_half(groups * made, read, 3, 2), _images(1, groups * read, 5, 6).float()
+    fewer = kernel_groups(weight, groups)
+    assert fewer == expected
+    joined = join_groups(weight, convolution_shape(x, groups * made, (3, 2), (1, 1), (0, 0), (1, 1), fewer))
+    assert joined.count_nonzero() == weight.count_nonzero()
+    expected_images = functional.conv2d(x, weight.float(), groups=groups)
+    torch.testing.assert_close(functional.conv2d(x, joined.float(), groups=fewer), expected_images, atol=1e-4, rtol=0)
 
 
 @examples(60)

@@ -130,6 +130,14 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "used twice": (_used_twice, IMAGES, "convolution none"),
     "two": (lambda x: _conv(x) + _conv(x.neg()), IMAGES, "convolution none residual, convolution none"),
     "depthwise": (lambda x: functional.relu6(_conv(x, groups=16)), IMAGES, "depthwise relu6"),
+    "groups": (
+        lambda x: torch.relu(functional.conv2d(_conv(x), WEIGHT[:, :4], BIAS, padding=1, groups=4)), IMAGES,
+        "convolution none, convolution relu",
+    ),
+    "relu before groups": (
+        lambda x: _branches(x, lambda y: functional.conv2d(torch.relu(y), WEIGHT[:, :8], groups=2)), IMAGES,
+        f"{FIRST}, convolution none after relu",
+    ),
     "depthwise with a multiplier": (
         lambda x: torch.relu(functional.conv2d(x, SCALES.repeat(2, 1, 1, 1), padding=1, groups=16)) + 1,
         IMAGES, "depthwise relu",
@@ -346,11 +354,6 @@ def test_single_precision_computes_the_same() -> None:
     assert counts(after)["convolution"] == 1
     assert "cudnn_convolution_relu" not in counts(after)
     assert_same(before, after, x, rtol=1e-3)
-
-
-def test_grouped_convolutions_stay() -> None:
-    module = record(lambda x: functional.conv2d(x, WEIGHT[:, :8], BIAS, groups=2), IMAGES)
-    assert not list(requests(optimize(module, device="cuda")))
 
 
 @pytest.mark.parametrize("width", [4096, 8192])

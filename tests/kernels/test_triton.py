@@ -33,17 +33,17 @@ def prologue(channels, images, before, gate):
     return Prologue(scale=scale, shift=shift, activation=before or "none", gate=gate)
 
 def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, stride=1, padding=0, dilation=1,
-          bias=True, residual=False, slices=1, parts=1, before="", gate=False, dtype=torch.float16):
+          bias=True, residual=False, slices=1, parts=1, before="", gate=False, groups=1, dtype=torch.float16):
     torch.manual_seed(0)
     two = lambda n: n if isinstance(n, tuple) else (n, n)
-    shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels, out_channels=out,
-        kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation),
+    shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels // groups, out_channels=out,
+        kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation), groups=groups,
         pixel_stride=channels * slices, out_stride=out * parts)
     tiling = Tiling.of(tiling)
     pixels = size if slices else (1, 1)
     x = torch.randn(batch, *pixels, channels * max(slices, 1), dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
     x = x.expand(batch, channels, *size)
-    weight = (torch.randn(out, channels, *shape.kernel) / shape.depth ** 0.5).to(dtype)
+    weight = (torch.randn(out, shape.channels, *shape.kernel) / shape.depth ** 0.5).to(dtype)
     b = torch.randn(out, dtype=dtype) if bias else None
     read = prologue(channels, batch, before, gate)
     whole = torch.full((batch, shape.out_height, shape.out_width, out * parts), torch.nan, dtype=dtype)
@@ -54,7 +54,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     convolution_launch(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
         prologue=read, out=y, counters=arrived, activation=activation, trigger="none", arithmetic="tf32x3")()
     read = read(x.float()).to(dtype).float()
-    total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation)
+    total = functional.conv2d(read, weight.float(), b.float() if bias else None, stride, padding, dilation, groups)
     eps = torch.finfo(torch.float16).eps
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=4 * eps, rtol=eps)
     assert not arrived.any(), arrived
@@ -114,6 +114,9 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "split": "check((9, 7), 32, 10, [16, 16, 16, 3, 4, 2], kernel=3, padding=1, residual=True)",
     "split unevenly": "check((9, 7), 32, 40, [32, 32, 32, 4, 4, 2], 'silu', kernel=3, padding=1, batch=2)",
     "stem": "check((15, 13), 3, 20, [32, 32, 32, 2, 4, 2], 'gelu', kernel=7, stride=2, padding=3)",
+    "groups": "check((6, 7), 48, 48, [16, 16, 16, 1, 4, 2], kernel=3, padding=1, groups=3, residual=True)",
+    "groups of two tiles, split": "check((9, 5), 64, 64, [16, 16, 32, 3, 4, 2], kernel=3, stride=2, groups=2, batch=2)",
+    "groups of pixels": "check((1, 23), 80, 96, [16, 16, 32, 1, 4, 2], 'gelu', groups=2, slices=2, parts=2)",
     "dilation": "check((11, 9), 16, 24, [32, 16, 16, 1, 4, 2], 'gelu_tanh', kernel=3, dilation=2, padding=2)",
     "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
     "one axis": "check((1, 23), 16, 20, [16, 16, 16, 2, 4, 2], kernel=(1, 5), stride=(1, 2), padding=(0, 3), batch=2)",

@@ -209,8 +209,8 @@ def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: 
     "fast",
     [
         torch.sigmoid,
-        lambda x: torch.cat([x, x], 0),
         torch.clone,
+        lambda x: torch.mm(x[0, 0], x[0, 0]) * 2,
         lambda x: F.avg_pool2d(x, 6),  # Inductor has no kernel for it
         lambda x: F.max_pool2d(x, 6),
         lambda x: F.adaptive_avg_pool2d(x, 2),
@@ -218,6 +218,20 @@ def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: 
 )
 def test_what_is_as_fast_alone_is_none(fast: Callable[[Tensor], Tensor]) -> None:
     assert partition(record(lambda x: fast(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE)) == ()
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        lambda x: torch.cat([x, x], 1),
+        lambda x: x.clone(memory_format=torch.channels_last),
+        lambda x: x * x[:, :, :1],
+        lambda x: torch.ops.aten._native_batch_norm_legit_no_training(x, *[torch.ones(4)] * 4, 0.1, 1e-5)[0],
+    ],
+)
+def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor]) -> None:
+    (region,) = partition(record(lambda x: slow(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE))
+    assert len(region) == 1
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -233,12 +247,12 @@ def test_pools_and_concatenations_of_branches() -> None:
     original = record(_mixed, IMAGE)
     before = rewritten(original, lambda module: propagate_channels_last(module, {torch.float32}))
     regions = partition(before)
-    assert _names(regions) == [["avg_pool2d"], ["max_pool2d_with_indices", "cat"], ["avg_pool2d"], ["mean"]]
-    assert [len(extract(region).outputs) for region in regions] == [1, 1, 1, 1]
+    assert _names(regions) == [["clone"], ["avg_pool2d"], ["max_pool2d_with_indices", "cat"], ["avg_pool2d"], ["mean"]]
+    assert [len(extract(region).outputs) for region in regions] == [1, 1, 1, 1, 1]
     after = compile_regions(before)
     assert not counts(after).keys() & {"avg_pool2d", "cat", "max_pool2d_with_indices"}
     results = [n.meta["val"] for n in after.graph.nodes if n.target is operator.getitem]
-    assert len(results) == 4
+    assert len(results) == 5
     assert all(t.dim() == 2 or t.is_contiguous(memory_format=torch.channels_last) for t in results)
     assert_same(original, after, IMAGE, rtol=1e-5)
 

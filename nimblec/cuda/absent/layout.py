@@ -2,15 +2,33 @@
 
 import torch
 from torch import fx
+from torch.nn import functional
 
-from nimblec.cuda.absent.convolutions import convolve_as_images, join_groups
 from nimblec.graph.outputs import output_strides, restore_strides
-from nimblec.graph.rewriter import Rewriter, fake
-from nimblec.graph.vocabulary import CONVOLUTIONS
-from nimblec.optimize.passes.channels_last import images_of
+from nimblec.graph.rewriter import Rewriter, bound, fake
+from nimblec.graph.vocabulary import CONVOLUTIONS, DTYPES
+from nimblec.optimize.passes.channels_last import images_of, propagate_channels_last
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 
 aten = torch.ops.aten
+
+_ONE_CHANNEL = [0, 0, 0, 0, 0, 1]
+"""Padding after the channels."""
+
+
+def pad_single_channels(module: fx.GraphModule) -> None:
+    """Give images of one channel and one row a channel of zeros: no strides tell that they lie channels last."""
+    strides = output_strides(module)
+    rewriter = Rewriter(module)
+    for node in rewriter.calls(*CONVOLUTIONS):
+        images, weight = images_of(node), rewriter.value(bound(node)["weight"])
+        if fake(images).dim() == 4 and fake(images).shape[1:3] == (1, 1) and weight is not None:
+            padded = rewriter.call(aten.constant_pad_nd.default, images, _ONE_CHANNEL, at=node)
+            weights = rewriter.constant(functional.pad(weight, _ONE_CHANNEL), at=node)
+            node.args = (padded, weights, *node.args[2:])
+    propagate_channels_last(module, DTYPES)
+    restore_strides(module, strides)
+    rewriter.finish()
 
 
 def lay_single_channels(module: fx.GraphModule) -> None:
@@ -62,15 +80,10 @@ LAYOUT = Pipeline(
     Phase(
         name="layout",
         passes=(
-            Pass(run=convolve_as_images, reason="norms and activations are fused with convolutions over one axis, too"),
-            Pass(
-                run=join_groups,
-                needs=(convolve_as_images,),
-                reason="it cuts images, and convolutions over one axis may have groups",
-            ),
+            Pass(run=pad_single_channels, reason="lay_single_channels would lay images of one row as they are"),
             Pass(
                 run=lay_single_channels,
-                needs=(convolve_as_images,),
+                needs=(pad_single_channels,),
                 reason="our kernels, which come next, give results channels last",
             ),
             Pass(run=forget_devices, reason="Inductor, which comes later, would make tensors on the CPU"),

@@ -15,6 +15,7 @@ from nimblec.kernels.products.fp8 import largest_read
 from nimblec.kernels.products.gated import gate_after
 from nimblec.kernels.products.gemm_op import Arithmetic
 from nimblec.kernels.products.gemm_tilings import row_candidates
+from nimblec.kernels.products.packing import kernel_groups
 from nimblec.kernels.products.parts import place
 from nimblec.kernels.products.prologue import PrologueMatch, prologues, row_prologue
 from nimblec.kernels.shapes import Convolution
@@ -111,7 +112,7 @@ def _shares(rewriter: Rewriter) -> _Shares:
     found = {head: alone for head in heads if (alone := _alone(rewriter, head)) is not None}
     for head, alone in found.items():
         owners |= dict.fromkeys(_with_followers(alone, owners).nodes[1:], head)
-    readers = [head for head, alone in found.items() if alone.kind != "linear"]
+    readers = [head for head, alone in found.items() if alone.kind != "linear" and alone.shape.groups == 1]
     of_rows = {h: row_prologue(r.x, owners) for h, r in found.items() if r.kind == "linear" and r.shape.rows == 1}
     before = {head: match for head, match in of_rows.items() if match is not None}
     return _Shares(heads=tuple(heads), owners=owners, before=before | prologues(rewriter, readers, owners))
@@ -145,16 +146,16 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
     x, weight = given["input" if "input" in given else "self"], rewriter.value(given["weight"])
     if weight is None or weight.dim() != 4 or given.get("transposed") or not _is_served(rewriter, node, given["bias"]):
         return None
-    if given["groups"] not in {1, fake(x).shape[1]}:
-        return None
+    is_depthwise = 1 < given["groups"] == fake(x).shape[1]
     residual = given.get("z")
     if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
         return None
     if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
-    geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
+    groups = 1 if is_depthwise else kernel_groups(weight, given["groups"])
+    geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"], groups)
     return ProductRequest(
-        kind="depthwise" if given["groups"] > 1 else "convolution",
+        kind="depthwise" if is_depthwise else "convolution",
         arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
         shape=convolution_shape(fake(x), weight.shape[0], *geometry),
         x=x,

@@ -93,6 +93,7 @@ def convolution_launch(
         },
         settings={
             **shape.settings,
+            "GROUPS": shape.groups,
             "OUT_STRIDE": shape.out_stride or shape.out_channels,
             "GATED": gated,
             "BEFORE": prologue.activation,
@@ -129,10 +130,11 @@ def _convolution(
     arithmetic: str = "tf32",
     out: Tensor | None = None,
     before: str = "none",
+    groups: int = 1,
     **factors: Tensor | None,
 ) -> Prepared[Tensor]:
     x = channels_last(x)
-    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups)
     if out is None:
         out = new_images(x, shape)
     launch = convolution_launch(
@@ -168,16 +170,17 @@ def _convolution_on_cpu(
     arithmetic: str = "tf32",
     out: Tensor | None = None,
     before: str = "none",
+    groups: int = 1,
     **factors: Tensor | None,
 ) -> Tensor:
     x = channels_last(x)
-    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups)
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
     read = Prologue(activation=before, **factors)(x.float())
     multiplied = as_multiplied(read, x.dtype, arithmetic), as_multiplied(filters, x.dtype, arithmetic)
     vector = None if bias is None else bias.float()
-    total = functional.conv2d(*multiplied, vector, shape.stride, shape.padding, shape.dilation)
+    total = functional.conv2d(*multiplied, vector, shape.stride, shape.padding, shape.dilation, groups)
     return (new_images(x, shape) if out is None else out).copy_(finish(total, residual, activation))
 
 
@@ -311,7 +314,8 @@ def _linear_moments_and_fp8_on_cpu(
 _CONVOLUTION = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
-    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32'"
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none', str arithmetic='tf32', "
+    "int groups=1"
 )
 _LINEAR = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor(a!)? counters, int out_channels, "

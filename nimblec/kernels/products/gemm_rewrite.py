@@ -20,7 +20,14 @@ from nimblec.kernels.products.fp8 import factors_of, note_product
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
 from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates, row_candidates
-from nimblec.kernels.products.packing import counters_of, for_tensor_cores, pack_convolution, pack_fp8, pack_linear
+from nimblec.kernels.products.packing import (
+    counters_of,
+    for_tensor_cores,
+    join_groups,
+    pack_convolution,
+    pack_fp8,
+    pack_linear,
+)
 from nimblec.kernels.products.siblings import join_siblings
 from nimblec.kernels.selector import Choose, Family, Timed
 
@@ -85,7 +92,7 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     arithmetic = request.arithmetic if tiling.block_m > 1 else "tf32x3"
     how = {"arithmetic": arithmetic, **how}
     is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"
-    pack = partial(_packed, request.kind, tiling, is_rounded, request.activated)
+    pack = partial(_packed, request, tiling, is_rounded)
     weight = Made(source=source, make=pack, role="weights")
     counters = counters_of(tiling, shape, source.device)
     x: Leaf = request.x if request.before is None else _as_read(request, request.x)
@@ -101,6 +108,8 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
         x = AsBytes(node=request.x)
         weight = Made(source=source, make=partial(pack_fp8, tiling=tiling), role="weights")
         how["factors"] = Made(source=source, make=partial(factors_of, largest=request.largest), role="factors")
+    if shape.groups > 1:
+        how["groups"] = shape.groups
     shared = (x, weight, bias, _residual(request), counters, shape.out_channels)
     if request.kind == "linear":
         return Call(op=linear, args=(*shared, *end), kwargs=how)
@@ -109,12 +118,14 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     return Call(op=convolution_into, args=(*shared, *geometry, *end), kwargs={**how, "out": request.into})
 
 
-def _packed(kind: str, tiling: Tiling, is_rounded: bool, activated: int | None, weight: Tensor) -> Tensor:
-    if activated is not None:
-        weight = _paired(activated, weight)
+def _packed(request: ProductRequest, tiling: Tiling, is_rounded: bool, weight: Tensor) -> Tensor:
+    if request.activated is not None:
+        weight = _paired(request.activated, weight)
     if is_rounded:
         weight = for_tensor_cores(weight)
-    return (pack_linear if kind == "linear" else pack_convolution)(weight, tiling)
+    if request.kind == "linear":
+        return pack_linear(weight, tiling)
+    return pack_convolution(join_groups(weight, request.shape), tiling)
 
 
 def _paired(activated: int, tensor: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ def convolution(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PIXEL_STRIDE: tl.constexpr,
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -78,7 +79,8 @@ def convolution(
 ):
     """Convolve x (pixels, channels) with weight in tiles; add bias (out channels,) and residual (rows, out channels).
 
-    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. The
+    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. x has ``GROUPS``
+    times ``CHANNELS`` channels; the columns of a tile are of one group, and with several there is no prologue. The
     prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
     or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
     each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
@@ -137,6 +139,8 @@ def convolution(
     top = (rows // OUT_WIDTH) % OUT_HEIGHT * STRIDE_H - PADDING_H
     left = rows % OUT_WIDTH * STRIDE_W - PADDING_W
     corner = ((image * HEIGHT + top) * WIDTH + left) * PIXEL_STRIDE
+    if GROUPS > 1:
+        corner += tile_n // (TILES_N // GROUPS) * CHANNELS
     deep = tl.arange(0, BLOCK_K)
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
     residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]

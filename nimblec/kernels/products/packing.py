@@ -11,9 +11,34 @@ from torch.nn import functional
 
 from nimblec.kernels.call import Made
 from nimblec.kernels.products.fp8 import as_fp8, column_factors
-from nimblec.kernels.products.gemm_tilings import Tiling
+from nimblec.kernels.products.gemm_tilings import BLOCKS_N, Tiling
 from nimblec.kernels.products.trained_tilings import DepthwiseSum
 from nimblec.kernels.shapes import Convolution, ceil_div
+
+
+_GROUP = 32
+"""The channels of a group are a multiple: as many products are the fewest in a step."""
+
+
+def kernel_groups(weight: Tensor, groups: int) -> int:
+    """Return the most groups of a convolution, dividing ``groups``, that tiles fit; see `join_groups`."""
+    made, read = weight.shape[0] // groups, weight.shape[1]
+    fit = (n for n in range(1, groups) if groups % n == 0 and read * n % _GROUP == made * n % BLOCKS_N[0] == 0)
+    return groups // next(fit, groups)
+
+
+def join_groups(weight: Tensor, shape: Convolution) -> Tensor:
+    """Return the weights (out channels, channels of a group, height, width) of ``shape``, whose groups may be fewer.
+
+    Several are joined with zeros between them: an infinite number of one becomes NaN in the others.
+    """
+    count = shape.channels // weight.shape[1]
+    if count == 1:
+        return weight
+    blocks = weight.unflatten(0, (shape.groups, count, -1))
+    joined = weight.new_zeros(*blocks.shape[:3], count, *blocks.shape[3:])
+    joined.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
+    return joined.flatten(0, 2).flatten(1, 2)
 
 
 def pack_convolution(weight: Tensor, tiling: Tiling) -> Tensor:

@@ -42,6 +42,7 @@ def join_siblings(module: fx.GraphModule) -> None:
 def _can_join(request: ProductRequest) -> bool:
     return (
         request.kind == "convolution"
+        and request.shape.groups == 1
         and request.residual is None
         and fake(request.nodes[-1]).shape[1] * request.dtype.itemsize % ALIGNMENT_NBYTES == 0
         and only_user(request.weight) is not None  # other users would keep them in memory as well
