@@ -28,6 +28,10 @@ def simplify(module: fx.GraphModule) -> None:
             _transpose(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
+        elif is_call(node, aten.copy.default) and _is_same(node, argument(node, 1)):
+            rewriter.replace(node, argument(node, 1))
+        elif is_call(node, aten.cat.default):
+            _drop_empty(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, argument(node, 0)):
             rewriter.replace(node, argument(node, 0))
     rewriter.finish()
@@ -61,6 +65,16 @@ def _transpose(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
         _reshape(rewriter, reshaped, is_fixed=is_fixed)
     elif joined:
         rewriter.replace(node, rewriter.call(aten.permute.default, source, order, at=node))
+
+
+def _drop_empty(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
+    """Drop parts of a concatenation that have no elements."""
+    parts = [part for part in argument(node, 0) if fake(part).numel()]
+    if not 0 < len(parts) < len(argument(node, 0)):
+        return
+    node.update_arg(0, parts)
+    if len(parts) == 1 and fake(parts[0]).dtype == fake(node).dtype and (not is_fixed or _is_same(node, parts[0])):
+        rewriter.replace(node, parts[0])
 
 
 def _spell_out(node: fx.Node) -> None:

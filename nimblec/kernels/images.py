@@ -19,6 +19,7 @@ def convolution_shape(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    *,
     groups: int = 1,
 ) -> Convolution:
     """Return the geometry for images ``x`` (batch, channels, height, width) that lie channels last."""

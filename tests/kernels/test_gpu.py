@@ -51,7 +51,8 @@ def test_convolutions(name: str, dtype: torch.dtype, arithmetic: Arithmetic) -> 
         dtype
     )
     bias = torch.randn(shape.out_channels, device="cuda", dtype=dtype)
-    total = functional.conv2d(x.double(), weight.double(), bias.double(), shape.stride, shape.padding, groups=shape.groups)
+    geometry = (shape.stride, shape.padding, 1, shape.groups)
+    total = functional.conv2d(x.double(), weight.double(), bias.double(), *geometry)
     residual = torch.randn_like(total.to(dtype), memory_format=torch.channels_last)
     eps = _EPS[arithmetic] if dtype is torch.float32 else torch.finfo(dtype).eps
     for tiling in candidates(shape, GPU.current(), limit=2, itemsize=dtype.itemsize):

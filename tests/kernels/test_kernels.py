@@ -74,7 +74,7 @@ def test_groups_are_joined_until_they_fit_tiles(groups: int, read: int, made: in
     weight, x = random_half(groups * made, read, 3, 2), _images(1, groups * read, 5, 6).float()
     fewer = kernel_groups(weight, groups)
     assert fewer == expected
-    joined = join_groups(weight, convolution_shape(x, groups * made, (3, 2), (1, 1), (0, 0), (1, 1), fewer))
+    joined = join_groups(weight, convolution_shape(x, groups * made, (3, 2), (1, 1), (0, 0), (1, 1), groups=fewer))
     assert joined.count_nonzero() == weight.count_nonzero()
     expected_images = functional.conv2d(x, weight.float(), groups=groups)
     torch.testing.assert_close(functional.conv2d(x, joined.float(), groups=fewer), expected_images, atol=1e-4, rtol=0)

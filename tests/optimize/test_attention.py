@@ -104,6 +104,64 @@ def test_heads_without_a_batch() -> None:
     assert_same(before, after, q, k, v, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [(HEADS, TOKENS, TOKENS), (1, 1, HEADS, TOKENS, TOKENS), (2, 2, 1, TOKENS, TOKENS)])
+def test_windows(bias: tuple[int, ...]) -> None:
+    """As in MaxViT (Tu et al. 2022): heads of windows of images, a bias, and a factor before the keys are laid out."""
+    q, k, v = (torch.randn(2, 2, TOKENS, HEADS, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    added = torch.randn(bias, generator=torch.Generator().manual_seed(3))
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(2, 3) for x in (q, k, v))
+        weights = torch.softmax(torch.einsum("bghid,bghjd->bghij", q, k * 0.3) + added, -1)
+        return torch.einsum("bghij,bghjd->bghid", weights, v)
+
+    after = _rewritten(record(model, q, k, v))
+    assert counts(after)[FUSED] == 1
+    assert not {"mul", "bmm"} & counts(after).keys()
+    torch.testing.assert_close(run(after, q, k, v)[0], model(q, k, v))
+
+
+def test_a_bias_of_some_axes_of_the_batch_stays() -> None:
+    q, bias = torch.randn(2, 2, HEADS, TOKENS, SIZE), torch.randn(2, 1, 1, TOKENS, TOKENS)
+    assert FUSED not in counts(_rewritten(record(lambda q: torch.softmax(q @ q.mT + bias, -1) @ q, q)))
+
+
+def test_positions_of_rows_and_columns() -> None:
+    """As in MViTv2 (Li et al. 2022) and SAM: added where queries and keys have two axes each."""
+    q, k, v = (torch.randn(BATCH, HEADS, n, SIZE, generator=torch.Generator().manual_seed(n)) for n in (6, 4, 4))
+    down, across = torch.randn(SIZE, 2), torch.randn(SIZE, 2)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = q.view(BATCH, HEADS, 2, 3, SIZE)
+        scores = (q * 0.5) @ k.mT
+        split = scores.view(BATCH, HEADS, 2, 3, 2, 2)
+        summed = split + (rows @ down).unsqueeze(-1) + (rows @ across).unsqueeze(-2)
+        written = torch.ops.aten.copy(scores, summed.view(BATCH, HEADS, 6, 4))
+        return torch.softmax(written, -1) @ v
+
+    after = _rewritten(record(model, q, k, v))
+    assert counts(after)[FUSED] == 1
+    assert "copy" not in counts(after)
+    torch.testing.assert_close(run(after, q, k, v)[0], model(q, k, v))
+
+
+@pytest.mark.parametrize("added", [torch.zeros(1, 1, 1), torch.randn(HEADS, 1, TOKENS)])
+def test_scores_added_to_a_bias_by_one_call(added: Tensor) -> None:
+    q, k, v = (torch.randn(HEADS, TOKENS, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    before = record(lambda q, k, v: torch.baddbmm(added, q, k.mT, alpha=0.3).softmax(-1) @ v, q, k, v)
+    after = _rewritten(before)
+    (call,) = (n for n in after.graph.nodes if FUSED in str(n.target))
+    assert (call.args[3] is None) != bool(added.any())
+    assert_same(before, after, q, k, v, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{"beta": 2}, {}])
+def test_other_sums_of_products_stay(how: dict[str, int]) -> None:
+    q = torch.randn(HEADS, TOKENS, SIZE)
+    after = _rewritten(record(lambda q: torch.baddbmm(torch.ones(1), q, q.mT, **how).exp(), q))
+    assert counts(after)["baddbmm"] == 1
+
+
 def test_a_softmax_in_single_precision_of_half_scores() -> None:
     inputs = [t.half() for t in _inputs()]
 
@@ -233,6 +291,16 @@ def test_a_mask_of_an_empty_batch() -> None:
     before = record(lambda q, k, v: attention(q, k, v, SOME.expand(0, 1, TOKENS, TOKENS).clone()), *inputs)
     (result,) = run(rewritten(before, canonicalize_masks), *inputs)
     assert result.shape == inputs[0].shape
+
+
+def test_a_mask_of_a_deep_network_is_computed_once() -> None:
+    def model(x: Tensor) -> Tensor:
+        mask = x @ x.mT
+        for _ in range(60):
+            mask = mask + mask.sin()
+        return attention(x, x, x, mask)
+
+    assert counts(rewritten(record(model, torch.randn(1, 2, TOKENS, SIZE)), canonicalize_masks))[FUSED] == 1
 
 
 def test_layers_share_one_added_mask() -> None:

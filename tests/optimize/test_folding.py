@@ -164,6 +164,14 @@ def test_chains_of_views_are_one_view() -> None:
     assert_same(before, rewritten(after, separate_outputs), X)
 
 
+def test_empty_parts_of_a_concatenation_go() -> None:
+    """As of rotary embeddings of whole heads."""
+    before = record(lambda x: torch.cat([torch.cat([x.cos(), x[..., 4:]], -1), x[:, :0], x], 1), X)
+    after = rewritten(before, simplify)
+    assert counts(after)["cat"] == 1
+    assert_same(before, after, X)
+
+
 def test_reshapes_that_a_call_sees_the_strides_of_stay() -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     before = record(lambda x: x.t().reshape(24).reshape(6, 4).as_strided((2, 2), (1, 2)), x)

@@ -181,6 +181,10 @@ def test_pooling_begins_a_region() -> None:
 IMAGE = torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
 
 
+BATCH_NORM = "_native_batch_norm_legit_no_training"
+ONES = [torch.ones(4)] * 4
+
+
 def _names(regions: Sequence[Region]) -> list[list[str]]:
     return [[c.target._schema.name.partition("::")[2] for c in region] for region in regions]
 
@@ -195,6 +199,10 @@ def _names(regions: Sequence[Region]) -> list[list[str]]:
         (lambda x: torch.roll(x, (1, 2), (2, 3)), "roll"),
         (lambda x: F.pad(x, (0, 1, 2, 3)), "constant_pad_nd"),
         (lambda x: F.group_norm(x.contiguous(), 2), "native_group_norm"),
+        (lambda x: torch.ops.aten._native_batch_norm_legit_no_training(x, *ONES, 0.1, 1e-5)[0], BATCH_NORM),
+        (lambda x: torch.cat([x, x], 0), "cat"),
+        (lambda x: x.mT.clone(memory_format=torch.contiguous_format), "clone"),
+        (lambda x: x * x[:, :, :1], "mul"),
     ],
 )
 def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: str) -> None:
@@ -218,20 +226,6 @@ def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: 
 )
 def test_what_is_as_fast_alone_is_none(fast: Callable[[Tensor], Tensor]) -> None:
     assert partition(record(lambda x: fast(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE)) == ()
-
-
-@pytest.mark.parametrize(
-    "slow",
-    [
-        lambda x: torch.cat([x, x], 1),
-        lambda x: x.clone(memory_format=torch.channels_last),
-        lambda x: x * x[:, :, :1],
-        lambda x: torch.ops.aten._native_batch_norm_legit_no_training(x, *[torch.ones(4)] * 4, 0.1, 1e-5)[0],
-    ],
-)
-def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor]) -> None:
-    (region,) = partition(record(lambda x: slow(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE))
-    assert len(region) == 1
 
 
 def _mixed(x: Tensor) -> Tensor:

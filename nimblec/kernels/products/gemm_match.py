@@ -153,11 +153,11 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
     if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
     groups = 1 if is_depthwise else kernel_groups(weight, given["groups"])
-    geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"], groups)
+    geometry = (weight.shape[2:], given["stride"], given["padding"], given["dilation"])
     return ProductRequest(
         kind="depthwise" if is_depthwise else "convolution",
         arithmetic=arithmetic_of(fake(node).dtype, torch.backends.cudnn.conv),  # type: ignore[attr-defined]
-        shape=convolution_shape(fake(x), weight.shape[0], *geometry),
+        shape=convolution_shape(fake(x), weight.shape[0], *geometry, groups=groups),
         x=x,
         weight=given["weight"],
         bias=given["bias"],

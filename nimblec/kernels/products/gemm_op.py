@@ -134,7 +134,7 @@ def _convolution(
     **factors: Tensor | None,
 ) -> Prepared[Tensor]:
     x = channels_last(x)
-    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups=groups)
     if out is None:
         out = new_images(x, shape)
     launch = convolution_launch(
@@ -174,7 +174,7 @@ def _convolution_on_cpu(
     **factors: Tensor | None,
 ) -> Tensor:
     x = channels_last(x)
-    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups)
+    shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups=groups)
     rows = unpack_rows(weight, out_channels, shape.depth)
     filters = rows.reshape(out_channels, *shape.kernel, shape.channels).permute(0, 3, 1, 2)
     read = Prologue(activation=before, **factors)(x.float())

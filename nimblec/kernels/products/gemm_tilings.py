@@ -124,7 +124,7 @@ def _all(shape: Convolution, gpu: GPU, itemsize: int, splits: Sequence[int]) -> 
             continue
         for block_n in BLOCKS_N:
             of_group = shape.out_channels // shape.groups
-            if block_n > 16 and block_n >= 2 * of_group or shape.groups > 1 and of_group % block_n:
+            if (block_n > 16 and block_n >= 2 * of_group) or (shape.groups > 1 and of_group % block_n):
                 continue
             for block_k in BLOCKS_K:
                 yield from _splits(shape, gpu, (block_m, block_n, block_k), itemsize, splits)

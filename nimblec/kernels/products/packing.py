@@ -15,7 +15,6 @@ from nimblec.kernels.products.gemm_tilings import BLOCKS_N, Tiling
 from nimblec.kernels.products.trained_tilings import DepthwiseSum
 from nimblec.kernels.shapes import Convolution, ceil_div
 
-
 _GROUP = 32
 """The channels of a group are a multiple: as many products are the fewest in a step."""
 

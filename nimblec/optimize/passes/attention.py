@@ -5,6 +5,7 @@ changes by more than rounding.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from nimblec.graph.masks import HIDDEN, is_causal
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.scalars import number, scaled
-from nimblec.graph.vocabulary import ATTENTION, DTYPES, RESHAPES, is_like
+from nimblec.graph.vocabulary import ATTENTION, DTYPES, RESHAPES, TRANSPOSES, WHOLE_VIEWS, is_like
 
 aten = torch.ops.aten
 
@@ -21,25 +22,32 @@ HEAD_SIZES = range(8, 257, 8)
 
 SOFTMAX = aten._softmax.default
 
+_BETWEEN = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar)
+"""Calls on the way from a product to its softmax."""
+_IN_ORDER = tuple(view for view in WHOLE_VIEWS if view not in TRANSPOSES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scores:
     """The argument of a softmax: the product of queries and keys, scaled, with masks added.
 
-    ``shape`` is that of the scores where the masks are added: (batch, heads, queries, keys), or
-    without batch.
+    ``shape`` is theirs there: (..., heads, queries, keys). Each mask has the shape that the scores have where it is
+    added, which may be a view of that one.
     """
 
     product: fx.Node
     scale: float
-    masks: tuple[fx.Node, ...]
+    masks: tuple[tuple[fx.Node, torch.Size], ...]
     hidden: Tensor | None
-    shape: tuple[int, ...]
+    shape: torch.Size
 
 
 def fuse_attention(module: fx.GraphModule) -> None:
     """Replace each product of values and a softmax over a product of queries and keys by one attention call."""
     rewriter = Rewriter(module)
+    for node in rewriter.calls(aten.baddbmm.default):
+        if _leads_to_softmax(node):
+            _take_apart(rewriter, node)
     for node in rewriter.calls(aten.bmm.default):
         scores = _read(rewriter, argument(node, 0))
         if scores is not None and _fits(scores, node):
@@ -47,16 +55,36 @@ def fuse_attention(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
+def _leads_to_softmax(node: fx.Node) -> bool:
+    while (user := only_user(node)) is not None and is_call(user, *_IN_ORDER, *_BETWEEN):
+        node = user
+    return user is not None and is_call(user, SOFTMAX)
+
+
+def _take_apart(rewriter: Rewriter, node: fx.Node) -> None:
+    """Replace a `baddbmm` by a product, its scale, and a sum."""
+    given = bound(node)
+    if given["beta"] != 1:
+        return
+    scores = rewriter.call(aten.bmm.default, given["batch1"], given["batch2"], at=node)
+    if given["alpha"] != 1:
+        scores = rewriter.call(aten.mul.Tensor, scores, given["alpha"], at=node)
+    mask = rewriter.value(given["self"])
+    if mask is None or bool(mask.any()):
+        scores = rewriter.call(aten.add.Tensor, scores, given["self"], at=node)
+    rewriter.replace(node, scores)
+
+
 def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
     """Walk up from the weights of the values to the product of queries and keys; None where they are no attention."""
-    node = _through(weights, *RESHAPES, aten._to_copy.default)
+    node = _through(weights, *_IN_ORDER, aten._to_copy.default)
     if not is_call(node, SOFTMAX) or only_user(node) is None or not _is_whole(weights, node):
         return None
     rank = fake(node).dim()
     if bound(node)["dim"] % rank != rank - 1:
         return None
     node = _through(argument(node, 0), aten._to_copy.default)
-    found = _Scores(product=node, scale=1.0, masks=(), hidden=None, shape=tuple(fake(node).shape))
+    found = _Scores(product=node, scale=1.0, masks=(), hidden=None, shape=fake(node).shape)
     while not is_call(found.product, aten.bmm.default):
         step = _step(rewriter, found)
         if step is None or only_user(found.product) is None:
@@ -81,9 +109,7 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
     """Return one call further up."""
     node = found.product
     if is_call(node, *RESHAPES):
-        source = argument(node, 0)
-        same = fake(source).shape[-2:] == fake(node).shape[-2:]
-        return replace(found, product=source) if same else None
+        return replace(found, product=argument(node, 0))
     times = scaled(rewriter, node)
     if times is not None:
         if times[1] <= 0 or not is_like(times[0], node):  # kernels multiply minus infinity by the scale
@@ -98,16 +124,15 @@ def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
     """Match ``node`` as a sum of scores and a mask; the scores are the term that comes from the product."""
     terms = [term for term in node.args[:2] if isinstance(term, fx.Node)]
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
-        full = is_like(scores, node) and tuple(fake(node).shape) == found.shape and found.hidden is None
+        full = is_like(scores, node) and found.hidden is None
         # A scale between the softmax and the mask would apply to the mask too.
         if full and found.scale == 1 and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
-            return replace(found, product=scores, masks=(*found.masks, mask))
+            return replace(found, product=scores, masks=(*found.masks, (mask, fake(node).shape)))
     return None
 
 
 def _leads_to_product(node: fx.Node) -> bool:
-    calls = (*RESHAPES, aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar)
-    while is_call(node, *calls):
+    while is_call(node, *RESHAPES, *_BETWEEN):
         node = argument(node, 1) if node.target is aten.where.self else argument(node, 0)
     return is_call(node, aten.bmm.default)
 
@@ -128,28 +153,31 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
         return None
     if found.masks or found.hidden is not None or found.scale != 1:
         return None
-    if not is_like(scores, node) or tuple(fake(node).shape) != found.shape:
+    if not is_like(scores, node) or fake(node).shape != found.shape:
         return None
     return replace(found, product=scores, hidden=hidden)
 
 
 def _fits(scores: _Scores, node: fx.Node) -> bool:
     queries, values = fake(argument(scores.product, 0)), fake(argument(node, 1))
-    rows = tuple(fake(argument(node, 0)).shape)
+    rows = fake(argument(node, 0)).shape
+    masks = [fake(mask) for mask, shape in scores.masks if shape == scores.shape]
     return (
         fake(node).dtype in DTYPES
         and queries.dtype == fake(node).dtype
         and queries.shape[-1] in HEAD_SIZES
         and values.shape[-1] in HEAD_SIZES
-        and len(scores.shape) in (3, 4)
-        and torch.Size(scores.shape[:-2]).numel() == rows[0]
-        and tuple(fake(scores.product).shape) == rows
+        and len(scores.shape) >= 3
+        and all(_leading(mask) in (1, prod(scores.shape[:-3])) for mask in (*masks, scores.hidden))
+        and prod(scores.shape[:-2]) == rows[0]
+        and fake(scores.product).shape == rows
     )
 
 
 def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
     """Return the call that replaces ``node``, the product with the values."""
-    batch, heads = (1, *scores.shape)[-4:-2]
+    *batches, heads = scores.shape[:-2]
+    batch = prod(batches)
 
     def split(operand: fx.Node) -> fx.Node:
         """Return (batch * heads, a, b) as (batch, heads, a, b)."""
@@ -158,17 +186,13 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
             return argument(operand, 0)
         return rewriter.call(aten.reshape.default, operand, list(wanted), at=node)
 
-    queries, columns = (split(argument(scores.product, n)) for n in range(2))
-    values = split(argument(node, 1))
-    scale = scores.scale
-    queries, factor = _unscaled(rewriter, queries)
-    columns, other = _unscaled(rewriter, columns)
-    keys = rewriter.call(aten.transpose.int, columns, 2, 3, at=node)
+    (queries, factor), (columns, other) = (_unscaled(rewriter, argument(scores.product, n)) for n in range(2))
+    keys = rewriter.call(aten.transpose.int, split(columns), 2, 3, at=node)
     mask, causal = _mask(rewriter, scores, node)
     result = rewriter.call(
         ATTENTION,
-        *(queries, keys, values, mask, 0.0, causal),
-        scale=scale * factor * other,
+        *(split(queries), keys, split(argument(node, 1)), mask, 0.0, causal),
+        scale=scores.scale * factor * other,
         at=node,
     )
     return rewriter.call(aten.reshape.default, result, list(fake(node).shape), at=node)
@@ -176,10 +200,12 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
     """Return a node without its factor: exports multiply queries and keys each by the root of the scale."""
-    found = scaled(rewriter, node)
-    if found is None or not is_like(found[0], node) or found[1] <= 0:
+    inner = _through(node, *WHOLE_VIEWS)
+    found = scaled(rewriter, inner)
+    if found is None or not is_like(found[0], inner) or found[1] <= 0 or only_user(inner) is None:
         return node, 1.0
-    return found
+    rewriter.replace(inner, found[0])
+    return (found[0] if inner is node else node), found[1]
 
 
 def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
@@ -190,18 +216,31 @@ def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node |
         zeros = torch.zeros(scores.hidden.shape, dtype=fake(node).dtype, device=scores.hidden.device)
         filled = rewriter.constant(zeros.masked_fill(scores.hidden, -torch.inf), at=node)
         return _four_axes(rewriter, filled, node), False
-    constants = [rewriter.value(mask) for mask in scores.masks]
+    constants = [rewriter.value(mask) for mask, _ in scores.masks]
     if len(constants) == 1 and constants[0] is not None and is_causal(constants[0], scores.shape[-2:]):
         return None, True
-    masks = [_four_axes(rewriter, mask, node) for mask in scores.masks]
-    total = masks[0] if masks else None
-    for mask in masks[1:]:
-        total = rewriter.call(aten.add.Tensor, total, mask, at=node)
+    sums: dict[torch.Size, fx.Node] = {}
+    for mask, shape in scores.masks:
+        sums[shape] = rewriter.call(aten.add.Tensor, sums[shape], mask, at=node) if shape in sums else mask
+    total = None
+    for shape, mask in sums.items():
+        whole = mask
+        if shape != scores.shape:
+            whole = rewriter.call(aten.expand.default, whole, list(shape), at=node)
+            whole = rewriter.call(aten.reshape.default, whole, list(scores.shape), at=node)
+        whole = _four_axes(rewriter, whole, node)
+        total = whole if total is None else rewriter.call(aten.add.Tensor, total, whole, at=node)
     return total, False
 
 
 def _four_axes(rewriter: Rewriter, mask: fx.Node, node: fx.Node) -> fx.Node:
-    shape = list(fake(mask).shape)
+    shape = fake(mask).shape
     if len(shape) == 4:
         return mask
-    return rewriter.call(aten.reshape.default, mask, [1] * (4 - len(shape)) + shape, at=node)
+    heads = [1] * (3 - len(shape)) + list(shape[-3:])
+    return rewriter.call(aten.reshape.default, mask, [_leading(fake(mask)), *heads], at=node)
+
+
+def _leading(mask: Tensor | None) -> int:
+    """Return the number of masks before the axis of heads; 1 without a mask."""
+    return 1 if mask is None else prod(mask.shape[:-3])

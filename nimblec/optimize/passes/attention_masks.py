@@ -20,13 +20,17 @@ def canonicalize_masks(module: fx.GraphModule) -> None:
     (..., queries, keys), broadcast to the scores; views of constants count as constants here.
     """
     rewriter = Rewriter(module)
-    known: dict[fx.Node, Tensor | None] = {}
+    fixed = _of_constants(rewriter)
+    known: dict[fx.Node, Tensor] = {}
     added: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in rewriter.calls(ATTENTION):
         given = bound(node)
         mask, queries, keys = given["attn_mask"], fake(given["query"]), fake(given["key"])
-        if mask is None or given["is_causal"] or (value := _known(rewriter, mask, known)) is None:
+        if mask not in fixed or given["is_causal"]:
             continue
+        if mask not in known:
+            known[mask] = _without_repeats(_evaluate(rewriter, mask, {}))
+        value = known[mask]
         if hides_nothing(value):
             _say(node, None, is_causal=False)
         elif is_causal(value, (queries.shape[-2], keys.shape[-2])) and _is_positive(given["scale"]):
@@ -43,29 +47,27 @@ def _is_positive(scale: float | None) -> bool:
     return scale is None or scale > 0
 
 
-def _known(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Tensor | None]) -> Tensor | None:
-    """Return the value of a constant, or of calls on constants that were too large to fold; else None.
+def _of_constants(rewriter: Rewriter) -> set[fx.Node]:
+    """Return constants, and calls on constants, which may be too large to fold."""
+    found: set[fx.Node] = set()
+    for node in rewriter.graph.nodes:
+        is_call = node.op == "call_function" and is_pure(node)
+        if found.issuperset(node.all_input_nodes) if is_call else rewriter.value(node) is not None:
+            found.add(node)
+    return found
 
-    Axes along which it repeats, except for the last two, have length 1.
-    """
-    if node not in known:
-        value = _evaluate(rewriter, node)
-        known[node] = value if value is None else _without_repeats(value)
-    return known[node]
 
-
-def _evaluate(rewriter: Rewriter, node: fx.Node) -> Any:
+def _evaluate(rewriter: Rewriter, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     if node.op != "call_function":
         return rewriter.value(node)
-    if not is_pure(node):
-        return None
-    inputs = {source: _evaluate(rewriter, source) for source in node.all_input_nodes}
-    if any(value is None for value in inputs.values()):
-        return None
-    return called(node, inputs.__getitem__)
+    for source in node.all_input_nodes:
+        if source not in known:
+            known[source] = _evaluate(rewriter, source, known)
+    return called(node, known.__getitem__)
 
 
 def _without_repeats(value: Tensor) -> Tensor:
+    """Return a mask with length 1 for axes along which it repeats, except for the last two."""
     for axis in range(value.dim() - 2):
         first = value.narrow(axis, 0, min(value.shape[axis], 1))
         if value.stride(axis) == 0 or torch.equal(first.expand_as(value), value):
