@@ -28,8 +28,10 @@ def simplify(module: fx.GraphModule) -> None:
             _transpose(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
-        elif is_call(node, aten.copy.default) and _is_same(node, argument(node, 1)):
-            rewriter.replace(node, argument(node, 1))
+        elif is_call(node, aten.copy.default):
+            # Outputs have memory of their own.
+            if _is_same(node, argument(node, 1)) and module.graph.output_node() not in node.users:
+                rewriter.replace(node, argument(node, 1))
         elif is_call(node, aten.cat.default):
             _drop_empty(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, argument(node, 0)):

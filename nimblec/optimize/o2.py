@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from nimblec.graph import control
 from nimblec.kernels.choosing import Times
 from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
@@ -119,11 +118,6 @@ class Timed:
 def first(gpu: GPU, times: Times | None = None) -> Use:
     """Put kernels in wherever they apply, each with its fastest tiling by ``times``, or the most promising one."""
     return lambda family, module: family.use_first(module, gpu, times)
-
-
-def has_triton_kernels(module: fx.GraphModule) -> bool:
-    """Return whether any call is of a Triton kernel's op, in the bodies of loops and branches, too."""
-    return any(_is_triton_kernel(node) for graph in control.graphs(module) for node in graph.graph.nodes)
 
 
 def _is_triton_kernel(node: fx.Node) -> bool:

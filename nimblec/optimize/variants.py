@@ -70,13 +70,10 @@ def variants(
 ) -> Iterator[Variant]:
     """Yield the variants worth trying at ``level``: one at 0 and at 1, several at 2.
 
-    torch.compile is tried where no Triton kernel applies: where one does, it was always slower. It is not tried for a
-    model whose state another entry writes: it takes that state for constant. Of such a model, as the entries of a
-    training step are, fused regions alone were always slower than with Triton kernels, too; all others are also tried
-    as at level 0. ``dtype`` is the half precision to compute in instead of float32, ``fp8`` lets kernels of level 2
-    multiply e4m3, ``times`` keeps the times of Triton kernels, and ``report`` is called for each pass that has run. A
-    model that the user compiled with torch.compile stays as it is at every level; with ``dtype`` it is refused by a
-    CompileError.
+    Level 2 falls back on level 1, and also tries a model whose state no other entry writes as at level 0. ``dtype`` is
+    the half precision to compute in instead of float32, ``fp8`` lets kernels of level 2 multiply e4m3, ``times`` keeps
+    the times of Triton kernels, and ``report`` is called for each pass that has run. A model that the user compiled
+    with torch.compile stays as it is at every level; with ``dtype`` it is refused by a CompileError.
     """
     if model.is_compiled:
         if dtype is not None:
@@ -119,13 +116,7 @@ def _of_level_2(
     if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
         again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
         yield Variant(name="Triton kernels, chosen in context", make=partial(again, *o2.TRITON))
-    if fp8:
-        # A product of e4m3 is slower than one of float16 where no kernel writes its input in e4m3.
-        in_half = runs.with_setting(replace(setting, fp8=False), kept=(REWRITES,))
-        yield Variant(name="Triton kernels of float16", make=partial(in_half, *o2.TRITON))
-    has_kernels = runs.has_run(*kernels) and o2.has_triton_kernels(runs(*kernels).module)
-    is_fallback = has_kernels and bool(model.written_elsewhere)
-    yield Variant(name="fused regions", make=partial(runs, *FUSED_REGIONS), is_fallback=is_fallback)
+    yield Variant(name="fused regions", make=partial(_fused, runs, model, dtype), is_fallback=True)
     if model.written_elsewhere:
         return
     # What no rewrite touched: the framework's own kernels, such as cuDNN's LSTM, may be faster than ours.
@@ -133,8 +124,6 @@ def _of_level_2(
         yield _as_written(runs, dtype)
     else:
         yield replace(as_it_runs(model), is_original=False)
-    if not (has_kernels or dtype is not None):
-        yield Variant(name="torch.compile", make=partial(compiled, model))
 
 
 def _has_bodies(model: TorchModel) -> bool:
@@ -149,7 +138,10 @@ def _as_written(runs: Runs, dtype: torch.dtype | None) -> Variant:
 
 
 def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
-    """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
+    """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls.
+
+    torch.compile takes state that another entry writes for constant.
+    """
     try:
         return runs(*FUSED_REGIONS)
     except (TraceError, UnsupportedModelError) as exc:

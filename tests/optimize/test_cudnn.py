@@ -122,7 +122,6 @@ def _own_residual(x: Tensor) -> Tensor:
         lambda x: torch.clamp(torch.conv2d(x, _weight(4, 4, 1, 1)), 0, 6),
         lambda x: torch.relu(torch.conv_transpose2d(x, _weight(4, 4, 3, 3))),
         lambda x: torch.relu(torch.conv2d(x, _weight(8, 1, 3, 3), groups=4)),  # depthwise: served, but slowly
-        lambda x: torch.relu(torch.conv1d(x.reshape(2, 4, 49), _weight(4, 4, 3))),
         lambda x: torch.relu(torch.conv2d(x.double(), _weight(4, 4, 1, 1, dtype=torch.float64))),
         lambda x: torch.relu(torch.conv2d(x, x[:, :, :1, :1])),  # weights that are computed
     ],

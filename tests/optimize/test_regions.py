@@ -228,6 +228,19 @@ def test_what_is_as_fast_alone_is_none(fast: Callable[[Tensor], Tensor]) -> None
     assert partition(record(lambda x: fast(torch.conv2d(x, torch.ones(4, 4, 1, 1))), IMAGE)) == ()
 
 
+def test_alike_regions_of_one_result_are_one() -> None:
+    """As rotary embeddings of queries and keys, which one product computes."""
+    weight, angles = torch.randn(6, 18), torch.randn(5, 6)
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        queries, keys, values = (x @ weight).split(6, 1)
+        turned = [y * angles.cos() + torch.cat([-y[:, 3:], y[:, :3]], 1) * angles.sin() for y in (queries, keys)]
+        return torch.mm(*turned[:1], turned[1].mT), values.exp().mul(2) @ weight
+
+    regions = partition(record(model, torch.randn(5, 6)))
+    assert [len(extract(region).outputs) for region in regions] == [2, 1]
+
+
 def _mixed(x: Tensor) -> Tensor:
     """Return an Inception block: branches on one image, two of them pools, and another block's pool on all."""
     weight = torch.randn(4, 4, 1, 1, generator=torch.Generator().manual_seed(1))

@@ -17,32 +17,16 @@ _ONE_CHANNEL = [0, 0, 0, 0, 0, 1]
 
 
 def pad_single_channels(module: fx.GraphModule) -> None:
-    """Give images of one channel and one row a channel of zeros: no strides tell that they lie channels last."""
+    """Give images of one channel a channel of zeros: its strides tell that they lie channels last."""
     strides = output_strides(module)
     rewriter = Rewriter(module)
     for node in rewriter.calls(*CONVOLUTIONS):
         images, weight = images_of(node), rewriter.value(bound(node)["weight"])
-        if fake(images).dim() == 4 and fake(images).shape[1:3] == (1, 1) and weight is not None:
+        if fake(images).dim() == 4 and fake(images).shape[1] == 1 and weight is not None:
             padded = rewriter.call(aten.constant_pad_nd.default, images, _ONE_CHANNEL, at=node)
             weights = rewriter.constant(functional.pad(weight, _ONE_CHANNEL), at=node)
             node.args = (padded, weights, *node.args[2:])
     propagate_channels_last(module, DTYPES)
-    restore_strides(module, strides)
-    rewriter.finish()
-
-
-def lay_single_channels(module: fx.GraphModule) -> None:
-    """Have convolutions read images of one channel as if channels last, so that their results are."""
-    strides = output_strides(module)
-    rewriter = Rewriter(module)
-    for node in rewriter.calls(*CONVOLUTIONS):
-        images = images_of(node)
-        x = fake(images)
-        if x.dim() == 4 and x.shape[1] == 1 and x.is_contiguous() and x.stride(1) != 1:
-            batch, _, height, width = x.shape
-            rows = rewriter.call(aten.reshape.default, images, [batch, height, width, 1], at=node)
-            node.replace_input_with(images, rewriter.call(aten.permute.default, rows, [0, 3, 1, 2], at=node))
-    rewriter.propagate()
     restore_strides(module, strides)
     rewriter.finish()
 
@@ -80,12 +64,7 @@ LAYOUT = Pipeline(
     Phase(
         name="layout",
         passes=(
-            Pass(run=pad_single_channels, reason="lay_single_channels would lay images of one row as they are"),
-            Pass(
-                run=lay_single_channels,
-                needs=(pad_single_channels,),
-                reason="our kernels, which come next, give results channels last",
-            ),
+            Pass(run=pad_single_channels, reason="our kernels, which come next, read and write images channels last"),
             Pass(run=forget_devices, reason="Inductor, which comes later, would make tensors on the CPU"),
             Pass(run=sum_vectors, reason="Inductor, which comes later, fuses sums with what surrounds them"),
         ),

@@ -10,9 +10,6 @@ from nimblec.graph.vocabulary import CONVOLUTION, DTYPES, is_like, is_relu, is_w
 
 aten = torch.ops.aten
 
-RANKS = (4, 5)
-"""The calls view the bias as 4 or 5 axes: convolutions over one axis have no such call."""
-
 
 def fuse_convolutions(module: fx.GraphModule) -> None:
     """Fuse ``relu(convolution)`` and ``relu(convolution + z)`` into `aten.cudnn_convolution[_add]_relu`.
@@ -92,7 +89,6 @@ def _can_fuse(rewriter: Rewriter, node: fx.Node) -> bool:
         and (bias is None or fake(bias).dtype == weight.dtype)
         and fake(node).dtype == weight.dtype
         and weight.dtype in DTYPES
-        and fake(node).dim() in RANKS
         and weight.dim() == fake(node).dim()
         and is_well_grouped(node)
     )

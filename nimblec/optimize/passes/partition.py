@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from nimblec.base.places import LOSS, Phase, joined, places
 from nimblec.graph.fusible import is_fusible, is_slow_alone, is_stencil
@@ -58,8 +59,23 @@ def partition(module: fx.GraphModule, may_join: Callable[[fx.Node], bool] = is_f
             for producer in sorted(unit, reverse=True):
                 if units.fusible[producer] and not _is_kept(units.nodes[producer], units.nodes[number]):
                     groups.merge(producer, number)
+    for first, second in list(_alike(units, groups)):
+        groups.merge(first, second)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
     return tuple(tuple(calls) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
+
+
+def _alike(units: "_Units", groups: "_Groups") -> Iterator[tuple[int, int]]:
+    """Yield a call each of two groups that make the same calls on the same results: one kernel computes both."""
+    known: dict[object, int] = {}
+    for group in groups.all():
+        read = frozenset[int]().union(*(units.producers[number] for number in group)).difference(group)
+        if units.fusible[group[0]] and read:
+            values = (pytree.tree_leaves(units.nodes[number].meta["val"]) for number in group)
+            shapes = tuple(tuple(value.shape for value in each) for each in values)
+            key = read, shapes, tuple(units.nodes[number].target for number in group)
+            if (first := known.setdefault(key, group[0])) != group[0]:
+                yield first, group[0]
 
 
 def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
