@@ -65,6 +65,8 @@ ALLOCATIONS = (
 )
 """Calls that return memory as it is."""
 
+LEAKY = "leaky_relu "
+"""The kernels' name of a leaky ReLU, before its slope."""
 _ACTIVATIONS: Mapping[OpOverload, str] = {
     aten.relu6.default: "relu6",
     aten.hardswish.default: "hardswish",
@@ -103,6 +105,8 @@ def activation_of(node: fx.Node) -> str | None:
         given = bound(node)
         low, high = given.get("min_val", given.get("min")), given.get("max_val", given.get("max"))
         return "relu6" if (low, high) == (0, 6) else None
+    if is_call(node, aten.leaky_relu.default):
+        return f"{LEAKY}{bound(node)['negative_slope']}"
     if is_call(node, aten.gelu.default):
         return "gelu" if bound(node)["approximate"] == "none" else "gelu_tanh"
     return _ACTIVATIONS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]

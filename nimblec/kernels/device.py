@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
-# ruff: noqa: N803 - constants known to the compiler in capitals, as in Triton's own kernels
-# ruff: noqa: PLR0911, RET505 - branches are taken while they are compiled
+# ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
+# ruff: noqa: C901, PLR0911, RET505 - branches are taken while they are compiled
 """Triton functions that the templates share, and how their kernels follow one another.
 
 Under programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and Synchronization") a
@@ -41,10 +41,20 @@ def prepare(x, mask, image, channel, scale_ptr, shift_ptr, gate_ptr, CHANNELS: t
     return tl.where(mask, x, 0.0)
 
 
+@triton.constexpr_function
+def slope_of(activation):
+    """Return the slope of a leaky ReLU, `nimblec.graph.vocabulary.LEAKY` and a number; None for other activations."""
+    name, _, slope = activation.partition(" ")
+    return float(slope) if name == "leaky_relu" else None
+
+
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Apply the activation of that name, in float32."""
-    if ACTIVATION == "relu":
+    SLOPE: tl.constexpr = slope_of(ACTIVATION)
+    if SLOPE is not None:
+        return tl.where(x > 0, x, x * SLOPE)
+    elif ACTIVATION == "relu":
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "relu6":
         return tl.clamp(x, 0.0, 6.0, propagate_nan=tl.PropagateNan.ALL)

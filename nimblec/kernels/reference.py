@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+from nimblec.graph.vocabulary import LEAKY
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
     "relu6": functional.relu6,
@@ -19,7 +21,14 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "tanh": torch.tanh,
 }
-"""Activations by the names that the ops take."""
+"""Activations by the names that the ops take; a leaky ReLU's ends with its slope."""
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """Apply the activation of that name."""
+    if activation.startswith(LEAKY):
+        return functional.leaky_relu(x, float(activation.removeprefix(LEAKY)))
+    return _ACTIVATIONS[activation](x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +55,7 @@ class Prologue:
             x = x * self.scale[:, None, None].to(x.dtype)
         if self.shift is not None:
             x = x + self.shift[:, None, None].to(x.dtype)
-        x = ACTIVATIONS[self.activation](x)
+        x = activated(x, self.activation)
         return x if self.gate is None else x * self.gate.to(x.dtype)
 
 
@@ -55,4 +64,4 @@ NO_PROLOGUE = Prologue()
 
 def finish(total: Tensor, residual: Tensor | None, activation: str) -> Tensor:
     """Add the residual and apply the activation, in the dtype of ``total``."""
-    return ACTIVATIONS[activation](total if residual is None else total + residual.to(total.dtype))
+    return activated(total if residual is None else total + residual.to(total.dtype), activation)

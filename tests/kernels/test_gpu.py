@@ -90,7 +90,9 @@ def test_part_of_larger_images(name: str, dtype: torch.dtype) -> None:
         assert whole[:, end:].isnan().all()
 
 
-@pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish"])
+@pytest.mark.parametrize(
+    "activation", ["none", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish", "leaky_relu 0.1"]
+)
 def test_products(activation: str) -> None:
     shape = product(100, 768, 200)
     x = torch.randn(100, 768, device="cuda").half()

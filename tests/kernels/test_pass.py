@@ -118,6 +118,10 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
     "relu6": (lambda x: functional.relu6(_conv(x, stride=2)), IMAGES, "convolution relu6"),
     "clamp": (lambda x: torch.clamp(_conv(x), 0, 6), IMAGES, "convolution relu6"),
     "clamped otherwise": (lambda x: torch.clamp(_conv(x), -1, 6), IMAGES, "convolution none"),
+    "leaky": (
+        lambda x: functional.leaky_relu(_conv(functional.leaky_relu(_conv(x))), 0.2), IMAGES,
+        "convolution leaky_relu 0.01, convolution leaky_relu 0.2",
+    ),
     "hardswish": (lambda x: functional.hardswish(_conv(x)), IMAGES, "convolution hardswish"),
     "silu": (lambda x: functional.silu(_conv(x)), IMAGES, "convolution silu"),
     "residual": (_with_skip, IMAGES, "convolution none, convolution none residual"),

@@ -120,6 +120,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "dilation": "check((11, 9), 16, 24, [32, 16, 16, 1, 4, 2], 'gelu_tanh', kernel=3, dilation=2, padding=2)",
     "stride": "check((9, 9), 48, 24, [16, 16, 32, 2, 4, 2], 'hardswish', stride=2)",
     "one axis": "check((1, 23), 16, 20, [16, 16, 16, 2, 4, 2], kernel=(1, 5), stride=(1, 2), padding=(0, 3), batch=2)",
+    "leaky": "check((9, 7), 32, 10, [16, 16, 16, 1, 4, 2], 'leaky_relu 0.1', kernel=3, padding=1, residual=True)",
     "odd channels and stride": "check((9, 5), 10, 33, [16, 16, 16, 1, 4, 2], 'relu6', kernel=3, stride=2, padding=1)",
     "product": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], 'none', bias=False)",
     "product of one row again and again": "check((1, 37), 80, 50, [16, 32, 32, 1, 4, 2], slices=0)",

@@ -13,7 +13,7 @@ from nimblec.kernels.images import pixel_stride
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.reductions.pool_shapes import KINDS, Pooling, lies_channels_last, means_of
 from nimblec.kernels.reductions.pool_tilings import PoolTiling
-from nimblec.kernels.reference import ACTIVATIONS
+from nimblec.kernels.reference import activated
 from nimblec.kernels.shapes import ceil_div, pair
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def _pool2d_on_cpu(
     else:
         counts_padding = kind == "padded average"
         pooled = aten.avg_pool2d.default(x.float(), kernel, stride, padding, ceil_mode, counts_padding, divisor)
-    return _laid(ACTIVATIONS[activation](pooled), x.dtype, lies_channels_last(x))
+    return _laid(activated(pooled, activation), x.dtype, lies_channels_last(x))
 
 
 def _mean2d(x: Tensor, channels_last: bool, activation: str, tiling: Sequence[int], trigger: str) -> Prepared[Tensor]:
@@ -126,7 +126,7 @@ def _mean2d(x: Tensor, channels_last: bool, activation: str, tiling: Sequence[in
 
 
 def _mean2d_on_cpu(x: Tensor, channels_last: bool, activation: str, *_how: object) -> Tensor:
-    return _laid(ACTIVATIONS[activation](x.float().mean((2, 3), keepdim=True)), x.dtype, channels_last)
+    return _laid(activated(x.float().mean((2, 3), keepdim=True), activation), x.dtype, channels_last)
 
 
 def _laid(images: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
