@@ -107,11 +107,12 @@ def test_products(activation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_gated_rows(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(1, 512, device="cuda").to(dtype), torch.randn(512, 1536, device="cuda").to(dtype) / 16
-    shape = product(1, 512, 1536)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_gated_rows(dtype: torch.dtype, rows: int) -> None:
+    x, weight = torch.randn(rows, 512, device="cuda").to(dtype), torch.randn(512, 1536, device="cuda").to(dtype) / 16
+    shape = product(rows, 512, 1536)
     passed, other = (x.double() @ weight.double()).to(dtype).double().unflatten(1, (-1, 2)).unbind(2)
-    for tiling in row_candidates(shape):
+    for tiling in row_candidates(shape) if rows == 1 else candidates(shape, GPU.current(), splits=(1,)):
         arrived, end = _counters(shape, tiling), (1536, "silu", tiling.numbers, "late")
         found = ops.linear(x, pack_linear(weight, tiling), None, None, arrived, *end, gated=True)
         expected = (functional.silu(passed) * other).to(dtype)

@@ -254,8 +254,10 @@ MODELS: "dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]" = {
         "linear silu gated 0",
     ),
     "gated rows": (
-        lambda x: functional.linear(functional.silu(_of_row(x, 0)) * _of_row(x, 1), MATRIX), ROWS,
-        "linear none, linear none",
+        lambda x: functional.linear(_gated(*_halves(x)), MATRIX), ROWS, "linear silu gated 0, linear none",
+    ),
+    "gated rows in another order": (
+        lambda x: _gated(*(half.transpose(0, 1) for half in _halves(x))), ROWS, "linear none",
     ),
     "gelu of copied heads": (
         lambda x: functional.gelu(functional.linear(x, MATRIX).reshape(2, 5, 4, 6).transpose(1, 2).reshape(2, 120)),

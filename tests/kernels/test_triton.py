@@ -79,9 +79,9 @@ def normed(rows, columns, out, tiling, widths, *, rms=False, residual=False, act
     torch.testing.assert_close(y.float(), expected, atol=8e-3, rtol=2e-3)
     torch.testing.assert_close(left, moments_of(y, tiling.block_n), atol=1e-5, rtol=1e-5)
 
-def gated(columns, out, tiling, **norm):
+def gated(columns, out, tiling, rows=1, **norm):
     torch.manual_seed(0)
-    x, weight = torch.randn(1, columns).half(), (torch.randn(columns, out) / columns ** 0.5).half()
+    x, weight = torch.randn(rows, columns).half(), (torch.randn(columns, out) / columns ** 0.5).half()
     if norm:
         norm |= {"moments": moments_of(x, 16), "column_sums": weight.float().sum(0)}
     packed = pack_linear(weight, Tiling.of(tiling))
@@ -129,6 +129,8 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "one row split": "check((1, 1), 200, 50, [1, 4, 32, 3, 4, 2], 'none', dtype=torch.float32)",
     "one row with a gate": "check((1, 1), 80, 50, [1, 4, 64, 1, 4, 1], 'none', before='silu', gate=True)",
     "one gated row": "gated(80, 50, [1, 8, 32, 1, 4, 2])",
+    "gated rows": "gated(80, 50, [16, 16, 32, 1, 4, 2], rows=20)",
+    "gated rows of a norm": "gated(96, 64, [16, 32, 32, 1, 4, 2], rows=37, eps=1e-2)",
     "one gated row of an RMS norm": "gated(96, 64, [1, 4, 128, 1, 4, 1], eps=1e-2, rms=True)",
     "one row of an RMS norm": "normed(1, 96, 32, [1, 8, 32, 1, 4, 2], 32, rms=True)",
     "product of a norm": "normed(37, 96, 32, [16, 16, 32, 1, 4, 2], 32, residual=True, activation='gelu')",

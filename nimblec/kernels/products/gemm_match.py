@@ -217,9 +217,10 @@ def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) 
 
     A linear is followed through views: the residual then has its order in memory.
     """
-    is_row = request.kind == "linear" and request.shape.rows == 1 and request.activation == "none"
-    # No tiling of a row fits some depths; those for tensor cores compute no gate.
-    gate = gate_after(request.head) if is_row and row_candidates(request.shape) else None
+    is_plain = request.kind == "linear" and request.activation == "none"
+    # No tiling of a row fits some depths, and none of e4m3 computes a gate.
+    is_served = request.largest is None if request.shape.rows > 1 else bool(row_candidates(request.shape))
+    gate = gate_after(request.head) if is_plain and is_served else None
     if gate is not None and all(owners.get(node, request.head) is request.head for node in gate.nodes):
         nodes = (*request.nodes, *gate.nodes)
         return replace(request, nodes=nodes, activation=gate.activation, activated=gate.activated)

@@ -64,8 +64,8 @@ def convolution_launch(
     """Return the launch that writes the convolution of ``x`` to ``out``, in rows of ``shape.out_stride`` elements.
 
     In a product ``norm`` normalises the rows of ``x``, and ``out_moments`` receives the moments of ``out``, whose
-    columns must be a multiple of ``block_n``. A ``gated`` product of one row multiplies the activation of each column
-    by the column after it.
+    columns must be a multiple of ``block_n``. A ``gated`` product multiplies the activation of each column by the
+    column after it.
     """
     down, across = tiling.tiles(shape)
     partials = None
@@ -94,7 +94,7 @@ def convolution_launch(
         settings={
             **shape.settings,
             "GROUPS": shape.groups,
-            "OUT_STRIDE": shape.out_stride or shape.out_channels,
+            "OUT_STRIDE": shape.out_stride or shape.out_channels // (2 if gated else 1),
             "GATED": gated,
             "BEFORE": prologue.activation,
             **(_NO_NORM if norm is None else norm.settings),

@@ -72,7 +72,7 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
         return depthwise_candidates(request.shape, gpu)
     of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
     if request.activated is not None:
-        return of_rows
+        return of_rows or candidates(request.shape, gpu, itemsize=request.dtype.itemsize, splits=(1,))
     found = [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
     if request.largest is None or of_rows:
         return found
@@ -165,10 +165,12 @@ def framework(request: ProductRequest, pool: Pool, length: int) -> Timed | None:
         return None
     weight = request.constants[request.weight]
     copies = [pool.take(weight) for _ in range(length)]
-    values = {node: _value(request, node) for node in _read(request)}
+    # A generated kernel computes a whole gate, as long as the framework takes for its last call.
+    calls = request.nodes if request.activated is None else (request.head, request.nodes[-1])
+    values = {node: _value(request, node) for node in _read(calls)}
     before = request.before
     if before is None:
-        return lambda n: evaluate(request.nodes, values | {request.weight: copies[n]})
+        return lambda n: evaluate(calls, values | {request.weight: copies[n]})
     rest = request.nodes[len(before.nodes) :]
     values[before.nodes[-1]] = evaluate(before.nodes, values)
 
@@ -180,10 +182,10 @@ def framework(request: ProductRequest, pool: Pool, length: int) -> Timed | None:
     return call
 
 
-def _read(request: ProductRequest) -> Iterator[fx.Node]:
-    """Yield the values that the calls of a request read from outside."""
-    for node in request.nodes:
-        yield from (source for source in node.all_input_nodes if source not in request.nodes)
+def _read(calls: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the values that calls read from outside."""
+    for node in calls:
+        yield from (source for source in node.all_input_nodes if source not in calls)
 
 
 def _value(request: ProductRequest, node: fx.Node) -> Tensor:
