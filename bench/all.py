@@ -1,10 +1,11 @@
 """Run all benchmarks of the GPU target, the most important first, within a time limit.
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. Processes are one queue: they
-prepare side by side and measure alone (bench/running.py). The tables are those of networks (peers, schedules, batches,
-fp32), of a decoder step, of training steps (training and its namesakes, and bits, which compares them with eager's), of
-plans for any size (sizes) and of new weights (refit). Max-autotune, which times candidates for minutes (tuned, in
-peers.json), comes last, one process at a time. `bench.arenas` and `bench.resume` need the machine to themselves.
+prepare side by side and measure alone (bench/running.py). The tables are those of networks (zoo, peers, schedules,
+batches, fp32), of a decoder step, of training steps (training and its namesakes, and bits, which compares them with
+eager's), of plans for any size (sizes) and of new weights (refit). Max-autotune, which times candidates for minutes
+(tuned, in peers.json), comes last, one process at a time. `bench.arenas` and `bench.resume` need the machine to
+themselves.
 
 The files keep figures of this commit and kind of GPU, so the same command resumes an interrupted run. On a machine
 without the repository, NIMBLEC_COMMIT names the commit.
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench import decoder, peers, refit, running, schedules, sizes, training, training_bits
+from bench import decoder, peers, refit, running, schedules, sizes, training, training_bits, zoo
 
 _TWO = ("--modes", "O2,compile")
 _THREE = ("--modes", "O2,compile,eager")
@@ -23,13 +24,17 @@ _BF16 = ("--autocast", "bf16")
 _SLOWEST = ("--limit", "900")
 """Seconds that EfficientNet-B0 may take beside others."""
 
+_AT_SIZE = ("imagenet_resnet50_batch_64", "bert_base_batch_32", "cyclegan_batch_1")
+
 COMMANDS = {
+    "zoo": (zoo, "zoo", ("--limit", "420")),
     # NASNet-A large takes long on its share of the cores.
     "peers": (peers, "peers", ("--tune", "none", "--limit", "480")),
     "schedules": (schedules, "schedules", ()),
     "batches": (peers, "batches", ("--batches",)),
     "fp32": (peers, "peers_fp32", ("--precision", "fp32", "--modes", "eager,freeze")),
     "decoder": (decoder, "decoder", ()),
+    "training_at_size": (training, "training_at_size", (*_THREE, *_SLOWEST, *_AT_SIZE)),
     "training": (training, "training", (*_THREE, *_SLOWEST, *training.models(32))),
     "training_bf16": (training, "training_bf16", (*_BF16, *_THREE, *_SLOWEST, *training.models(32))),
     "training_nasnet": (training, "training_nasnet", ("--modes", "O0,eager", *_SLOWEST, training.WIDEST)),

@@ -47,7 +47,7 @@ MODELS = (
     "bench.models.t5_encoder:bf16",
     "bench.models.unet:fp16",
 )
-BATCHED = tuple(f"bench.models.{name}:fp16" for name in ("resnet50", "mobilenet_v2", "inception_v3", "bert_base"))
+BATCHED = tuple(f"bench.models.{name}:fp16" for name in ("resnet50", "mobilenet_v2", "vit_b_16", "bert_base"))
 BATCH_SIZES = (4, 16, 64)
 """In addition to 1."""
 

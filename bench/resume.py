@@ -1,7 +1,7 @@
 """Time from process start to the first training step of a plan that resumes from a saved state, without PyTorch.
 
 Usage: python -m bench.resume [--markdown] [--level N] [--cpu] [--output FILE] [MODEL], a model being NETWORK_batch_N of
-bench.models.cifar_training; writes bench/results/gpu/resume.json. --cpu tries the program on the CPU target.
+bench.models.training_networks; writes bench/results/gpu/resume.json. --cpu tries the program on the CPU target.
 
 A plan takes some steps, saves its state as safetensors, and takes one more, whose loss the fresh processes must repeat.
 "seconds" runs from before a process starts until it has that loss, in the stages "python", "import", "load", "state"
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench import compiling, environment, running
-from bench.models import cifar_training
+from bench.models import training_networks
 from bench.tables import by_columns
 from nimblert.loading import load
 
@@ -67,9 +67,9 @@ def measure(model: str, level: int, folder: Path, *, cpu: bool) -> dict[str, Any
     """Return the figures of several starts; the first, with cold files, is kept separately."""
     plan, state, batch = (folder / name for name in ("train.plan", "state.safetensors", "batch.npz"))
     how = compiling.options(folder, None if cpu else level)
-    _, figures = compiling.compiled(f"{cifar_training.__name__}:{model}", how, plan)
-    network, count, _ = cifar_training.split(model)
-    arrays = [tensor.numpy() for tensor in cifar_training.parts(network, count)[2]]
+    _, figures = compiling.compiled(f"{training_networks.__name__}:{model}", how, plan)
+    network, count, _ = training_networks.split(model)
+    arrays = [tensor.numpy() for tensor in training_networks.parts(network, count)[2]]
     np.savez(batch, *arrays)
     with load(plan) as loaded:
         for _ in range(_STEPS):

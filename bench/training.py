@@ -1,7 +1,7 @@
 """Time and memory of a training step: eager, torch.compile's whole step in one CUDA graph, and plans of each level.
 
 Usage: python -m bench.training [--markdown] [--autocast bf16] [MODEL ...], a model being NETWORK_batch_N of
-bench.models.cifar_training. --autocast measures them under torch.autocast instead, as NETWORK_batch_N_bf16. The
+bench.models.training_networks. --autocast measures them under torch.autocast instead, as NETWORK_batch_N_bf16. The
 processes prepare side by side and measure alone (bench/running.py). Writes training.json (training_bf16.json) in
 bench/results/gpu, or --output; --markdown prints its tables. --add measures only what the file lacks of this commit.
 """

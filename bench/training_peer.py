@@ -1,7 +1,7 @@
 """One training step, in one mode; prints one JSON object of figures and nothing else.
 
 Usage: python -m bench.training_peer MODE MODEL [--cpu] [--turns]; MODE is eager, compile (torch.compile's whole step in
-one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.cifar_training, or
+one CUDA graph) or a level, O0, O1 or O2; MODEL is NETWORK_batch_N of bench.models.training_networks, or
 NETWORK_batch_N_bf16. --cpu runs eager or O0 on the CPU, to try the program; a plan takes only the former.
 
 call_us: the wall clock of a step, synchronised, the batch in the memory of the device. kernels_us: GPU time of the
@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from bench import clocks, compiling, nimblec_peer, peer_calls, torch_peer
 from bench.memory import held
-from bench.models import cifar_training
+from bench.models import training_networks
 from bench.turns import Scenario, peer_parser, run_peer
 from nimblec.training.state import autocasting
 from nimblert.check.verify import read_plan
@@ -45,10 +44,11 @@ class TorchStep:
     """PyTorch's own step, eager or compiled, on a device."""
 
     def __init__(self, model: str, device: str, *, compiled: bool) -> None:
-        network, count, autocast = cifar_training.split(model)
-        module, optimizer, (images, labels) = cifar_training.parts(network, count)
+        network, count, autocast = training_networks.split(model)
+        module, optimizer, (inputs, targets) = training_networks.parts(network, count)
         self.dtype, self.device = (torch.bfloat16 if autocast else None), torch.device(device)
-        self.module, self.batch = module.to(device).train(), (images.to(device), labels.to(device))
+        self.module, self.batch = module.to(device).train(), (inputs.to(device), targets.to(device))
+        self.loss = training_networks.loss_of(network)
         settings = optimizer.param_groups[0]
         self.optimizer = torch.optim.SGD(self.module.parameters(), settings["lr"], momentum=settings["momentum"])
         self.run: Callable[[], torch.Tensor] = torch.compile(self.step, fullgraph=False) if compiled else self.step
@@ -56,9 +56,9 @@ class TorchStep:
     def step(self) -> torch.Tensor:
         """Take a step on the device; the loss stays there."""
         self.optimizer.zero_grad()
-        images, labels = self.batch
+        inputs, targets = self.batch
         with autocasting(self.dtype, self.device):
-            value = nn.functional.cross_entropy(self.module(images), labels)
+            value = self.loss(self.module(inputs), targets)
         value.backward()
         self.optimizer.step()
         return value.detach()
@@ -106,7 +106,7 @@ def peak(step: Callable[[], object]) -> dict[str, int]:
 def plan_ready(mode: str, model: str, device: str, folder: Path) -> Scenario:
     """Prepare a plan's step at a level."""
     level = None if device == "cpu" else int(mode[1:])
-    path, spec = folder / "train.plan", f"{cifar_training.__name__}:{model}"
+    path, spec = folder / "train.plan", f"{training_networks.__name__}:{model}"
     plan, figures = compiling.compiled(spec, compiling.options(folder, level), path)
     (program,) = plan.entries["train"]
     figures |= {
@@ -119,8 +119,8 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Scenario:
         "streams": program.stream_count,
         "policy": program.schedule.policy if program.schedule else None,
     }
-    network, count, _ = cifar_training.split(model)
-    _, _, example = cifar_training.parts(network, count)
+    network, count, _ = training_networks.split(model)
+    _, _, example = training_networks.parts(network, count)
     host = [tensor.numpy() for tensor in example]
     loaded = load(path)
     figures["losses"] = [np.asarray(loaded(*host, entry="train")).item() for _ in range(_LOSSES)]

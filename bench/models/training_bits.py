@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nimblec
-from bench.models import cifar_training
+from bench.models import training_networks
 
 _DETERMINISTIC, _DEFAULT = "_deterministic", "_default"
 _RATES = {torch.optim.SGD: 2.0**-6, torch.optim.AdamW: 2.0**-11}
@@ -87,10 +87,10 @@ def loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 def _images(network: str, count: int) -> tuple[nn.Module, Callable[[torch.Generator], Batch]]:
     def batch(drawn: torch.Generator) -> Batch:
-        labels = torch.randint(cifar_training.CLASSES, (count,), generator=drawn)
+        labels = torch.randint(training_networks.CLASSES, (count,), generator=drawn)
         return torch.randn(count, 3, 32, 32, generator=drawn), labels
 
-    return cifar_training.parts(network, count)[0], batch
+    return training_networks.parts(network, count)[0], batch
 
 
 def _gpt() -> tuple[nn.Module, Callable[[torch.Generator], Batch]]:

@@ -118,7 +118,7 @@ def test_all_tables_are_one_queue_before_tuning(
     bench.all.main(["--only", "peers,sizes"])
     assert {job.mode for _, job in started[:-1]} == {"graph"}, "failed rows are tried again"
     assert started[-1][1].model == "bench.models.sized:resnet50"
-    with pytest.raises(SystemExit, match="--only networks: expected names from peers, schedules"):
+    with pytest.raises(SystemExit, match="--only networks: expected names from zoo, peers, schedules"):
         bench.all.main(["--only", "peers,networks"])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import compiling, resume
-from bench.models import cifar_training
+from bench.models import training_networks
 
 STAGES = ("python", "import", "load", "state", "step")
 
@@ -15,8 +15,8 @@ STAGES = ("python", "import", "load", "state", "step")
 def test_resume_repeats_the_loss_without_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = cifar_training.step
-    monkeypatch.setattr(cifar_training, "step", lambda *asked: {"train": step(*asked)["train"]})  # no prediction is run
+    step = training_networks.step  # no prediction is run
+    monkeypatch.setattr(training_networks, "step", lambda *asked: {"train": step(*asked)["train"]})
     monkeypatch.setattr(compiling, "options", partial(compiling.options, streams="1"))
     monkeypatch.setattr(resume, "_REPEATS", 1)
     output = tmp_path / "resume.json"

@@ -10,7 +10,7 @@ from copying import copying, on_host
 
 import nimblert
 from bench import training
-from bench.models import cifar_training
+from bench.models import training_at_size, training_networks
 from bench.nimblec_peer import gpu_us
 from bench.training_peer import MODES, TorchStep, grown, steps_alone
 from nimblec.plan import encoder
@@ -24,11 +24,27 @@ def test_eager_and_plan_train_the_same(options: list[str], name: str) -> None:
     assert {job.model for job in jobs} == {name}
     assert {job.mode for job in jobs} == {*MODES}
     eager = TorchStep(name, "cpu", compiled=False)
-    module, batch = getattr(cifar_training, name)()["train"]
+    module, batch = getattr(training_networks, name)()["train"]
     assert module.autocast is (torch.bfloat16 if options else None)
     with torch.no_grad():
         found = [float(module(*batch)["loss"]) for _ in range(3)]
     assert found == pytest.approx([eager() for _ in range(3)], rel=1e-3)
+
+
+def test_networks_at_their_own_size_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training_at_size.NETWORKS, "cyclegan", _small_cyclegan)
+    eager = TorchStep("cyclegan_batch_1", "cpu", compiled=False)
+    module, batch = training_networks.__getattr__("cyclegan_batch_1")()["train"]
+    with torch.no_grad():
+        found = [float(module(*batch)["loss"]) for _ in range(2)]
+    assert found == pytest.approx([eager() for _ in range(2)], rel=1e-3)
+    frozen = eager.module.discriminators
+    assert all(parameter.grad is None for parameter in frozen.parameters())
+
+
+def _small_cyclegan(batch: int) -> training_at_size.Parts:
+    pairs = torch.randn(batch, 2, 3, 64, 64)
+    return training_at_size.CycleGAN(2), (pairs, pairs.clone())
 
 
 def test_widest_network_is_measured_in_few_modes() -> None:
@@ -62,6 +78,6 @@ def test_grown_is_the_memory_of_a_loaded_plan(put: object, tmp_path: Path) -> No
     assert found["driver_nbytes"] >= 3 << 22  # input, arena, output
 
 
-def test_cifar_training_refuses_other_names() -> None:
+def test_training_networks_refuse_other_names() -> None:
     for name in ("resnet50", "resnet50_batch_", "resnet50_batch_2_fp8"):
-        assert not hasattr(cifar_training, name)
+        assert not hasattr(training_networks, name)
