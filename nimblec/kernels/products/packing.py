@@ -16,7 +16,7 @@ from nimblec.kernels.products.trained_tilings import DepthwiseSum
 from nimblec.kernels.shapes import Convolution, ceil_div
 
 _GROUP = 32
-"""The channels of a group are a multiple: as many products are the fewest in a step."""
+"""A kernel's groups have a multiple of so many channels, the products of its shortest step."""
 
 
 def kernel_groups(weight: Tensor, groups: int) -> int:

@@ -31,8 +31,8 @@ _IN_ORDER = tuple(view for view in WHOLE_VIEWS if view not in TRANSPOSES)
 class _Scores:
     """The argument of a softmax: the product of queries and keys, scaled, with masks added.
 
-    ``shape`` is theirs there: (..., heads, queries, keys). Each mask has the shape that the scores have where it is
-    added, which may be a view of that one.
+    ``shape`` is theirs in the softmax: (..., heads, queries, keys). Each mask comes with the shape that the scores have
+    where it is added, which may be another view.
     """
 
     product: fx.Node
@@ -200,12 +200,18 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
     """Return a node without its factor: exports multiply queries and keys each by the root of the scale."""
-    inner = _through(node, *WHOLE_VIEWS)
+    inner, views = node, []
+    while is_call(inner, *WHOLE_VIEWS) and only_user(inner) is not None:
+        views.append(inner)
+        inner = argument(inner, 0)
     found = scaled(rewriter, inner)
     if found is None or not is_like(found[0], inner) or found[1] <= 0 or only_user(inner) is None:
         return node, 1.0
+    for view in views:
+        if is_call(view, *RESHAPES):
+            view.target = aten.reshape.default  # unlike ``view``, of any strides
     rewriter.replace(inner, found[0])
-    return (found[0] if inner is node else node), found[1]
+    return (node if views else found[0]), found[1]
 
 
 def _mask(rewriter: Rewriter, scores: _Scores, node: fx.Node) -> tuple[fx.Node | None, bool]:
