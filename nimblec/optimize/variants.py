@@ -138,13 +138,10 @@ def _as_written(runs: Runs, dtype: torch.dtype | None) -> Variant:
 
 
 def _fused(runs: Runs, model: TorchModel, dtype: torch.dtype | None) -> TorchModel:
-    """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls.
-
-    torch.compile takes state that another entry writes for constant.
-    """
+    """Return the model after -O1's rewrites, or by torch.compile alone where it cannot be a graph of pure calls."""
     try:
         return runs(*FUSED_REGIONS)
     except (TraceError, UnsupportedModelError) as exc:
         if dtype is not None or model.written_elsewhere:
-            raise
+            raise  # torch.compile takes state that another entry writes for constant
         return replace(compiled(model), notes=(f"fused by torch.compile alone: {exc}",))

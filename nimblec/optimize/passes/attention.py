@@ -200,16 +200,14 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
 def _unscaled(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, float]:
     """Return a node without its factor: exports multiply queries and keys each by the root of the scale."""
-    inner, views = node, []
+    inner, views = node, list[fx.Node]()
     while is_call(inner, *WHOLE_VIEWS) and only_user(inner) is not None:
-        views.append(inner)
-        inner = argument(inner, 0)
+        inner, views = argument(inner, 0), [*views, inner]
     found = scaled(rewriter, inner)
     if found is None or not is_like(found[0], inner) or found[1] <= 0 or only_user(inner) is None:
         return node, 1.0
-    for view in views:
-        if is_call(view, *RESHAPES):
-            view.target = aten.reshape.default  # unlike ``view``, of any strides
+    for view in (view for view in views if is_call(view, *RESHAPES)):
+        view.target = aten.reshape.default  # unlike ``view``, of any strides
     rewriter.replace(inner, found[0])
     return (node if views else found[0]), found[1]
 
