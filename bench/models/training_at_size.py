@@ -20,7 +20,7 @@ def _resnet50(batch: int) -> Parts:
 
 
 class _Classifier(nn.Module):
-    """BERT-base (transformers) that tells two kinds of texts apart, with dropout."""
+    """BERT-base (transformers) with two classes, and with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CycleGAN(nn.Module):
         self.discriminators = nn.ModuleList(_discriminator(width) for _ in range(2)).requires_grad_(requires_grad=False)
 
     def forward(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (n, 2, 3, height, width) translated there and back, and what is thought of the former."""
+        """Return images (n, 2, 3, height, width) translated there and back, and scores of the translated ones."""
         fakes = [g(pairs[:, kind]) for kind, g in enumerate(self.generators)]
         back = [g(fake) for g, fake in zip(self.generators, fakes[::-1], strict=True)]
         judged = [d(fake) for d, fake in zip(self.discriminators, fakes, strict=True)]
@@ -58,7 +58,7 @@ class CycleGAN(nn.Module):
 
 
 def cycle_loss(outputs: tuple[Tensor, Tensor], pairs: Tensor) -> Tensor:
-    """Return the loss of the generators: of the cycle, and of what is not taken for real."""
+    """Return the generators' loss: the difference after a cycle, and that of the scores from one, for real images."""
     back, judged = outputs
     return _CYCLE * functional.l1_loss(back, pairs) + functional.mse_loss(judged, torch.ones_like(judged))
 

@@ -25,11 +25,11 @@ def parts(network: str, batch: int) -> tuple[nn.Module, torch.optim.Optimizer, t
     if network in training_at_size.NETWORKS:
         model, example = training_at_size.NETWORKS[network](batch)
     else:
-        model, example = _small(network), (torch.randn(batch, 3, 32, 32), torch.randint(0, CLASSES, (batch,)))
+        model, example = _of_cifar(network), (torch.randn(batch, 3, 32, 32), torch.randint(0, CLASSES, (batch,)))
     return model, torch.optim.SGD(model.parameters(), 0.0625, momentum=0.9), example
 
 
-def _small(network: str) -> nn.Module:
+def _of_cifar(network: str) -> nn.Module:
     if network == "small":
         return nn.Sequential(
             *(nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, CLASSES))

@@ -29,7 +29,7 @@ def simplify(module: fx.GraphModule) -> None:
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
         elif is_call(node, aten.copy.default):
-            # Outputs have memory of their own.
+            # An output that is no copy would be copied again, to have memory of its own.
             if _is_same(node, argument(node, 1)) and module.graph.output_node() not in node.users:
                 rewriter.replace(node, argument(node, 1))
         elif is_call(node, aten.cat.default):

@@ -105,16 +105,16 @@ LAYOUT = (
     Pass(
         run=convolve_as_images,
         needs=(fold_batch_norm,),
-        reason="only convolutions of images have a layout to propagate; a norm after a convolution is folded by now",
+        reason="a norm between a convolution and its activation would keep them apart",
     ),
     Pass(
         run=linear_convolutions,
-        needs=(fold_batch_norm, convolve_as_images),
+        needs=(fold_batch_norm,),
         reason="fuse_convolutions would take those with a ReLU",
     ),
     Pass(
         run=propagate_channels_last,
-        needs=(fold_batch_norm,),
+        needs=(fold_batch_norm, convolve_as_images),
         reason="weights are laid out once they are final, and later passes rely on the final layout of images",
     ),
     Pass(

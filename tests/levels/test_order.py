@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.rewriter import Rewriter, bound, fake
 from nimblec.graph.simplify import simplify
+from nimblec.graph.views import is_channels_last
 from nimblec.graph.vocabulary import ATTENTION
 from nimblec.kernels.gpu import SM_90
 from nimblec.kernels.launch import ops
@@ -33,6 +34,7 @@ from nimblec.optimize.passes.folding import fill_empty, fold_constants
 from nimblec.optimize.passes.gelu import recognize_gelu
 from nimblec.optimize.passes.linears import join_linears
 from nimblec.optimize.passes.numbers import inline_numbers
+from nimblec.optimize.passes.one_axis import convolve_as_images
 from nimblec.optimize.passes.pointwise import linear_convolutions
 from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
@@ -128,6 +130,19 @@ def test_a_norm_between_convolution_and_relu_keeps_them_apart() -> None:
     right, wrong = worse(graph, fuse_convolutions, fold_batch_norm)
     assert (calls(right), calls(wrong)) == (1, 2)
     assert counts(right)["cudnn_convolution_relu"] == 1
+
+
+def test_a_norm_keeps_an_activation_from_a_convolution_over_one_axis() -> None:
+    parts = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.ReLU()).eval()
+    right, wrong = worse(trace(parts, (torch.randn(1, 4, 9),)).module, convolve_as_images, fold_batch_norm)
+    assert counts(right)["cudnn_convolution_relu"] == 1
+    assert counts(wrong)["cudnn_convolution_relu"] == 0
+
+
+def test_images_of_one_row_have_a_layout() -> None:
+    graph = trace(nn.Conv1d(4, 4, 3).eval().half(), (torch.randn(1, 4, 9).half(),)).module
+    found = worse(graph, propagate_channels_last, convolve_as_images)
+    assert [is_channels_last(fake(only(each, torch.ops.aten.convolution.default))) for each in found] == [True, False]
 
 
 class Branches(nn.Module):

@@ -1,9 +1,10 @@
 """Regions: maximal groups of calls that generated kernels compute, each of which can be one op.
 
-A region is connected and can run as a whole: its inputs exist before its first call, and no call
-outside lies on a path between two of its calls. Pooling and the like may only begin a region. A single
-call is a region where ATen's own kernels for it are slow. Views belong to no region: each region makes
-those that it reads, which costs nothing. In a training step a region of a layer's forward pass takes in
+A region can run as a whole: its inputs exist before its first call, and no call outside lies on a
+path between two of its calls. It is connected, or makes the same calls on several parts of one
+result, as rotary embeddings do. Pooling and the like may only begin a region. A single call is a
+region where ATen's own kernels for it are slow. Views belong to no region: each region makes those
+that it reads, which costs nothing. In a training step a region of a layer's forward pass takes in
 no call of the backward pass: it would have to keep values that the backward pass can compute.
 """
 
@@ -60,7 +61,8 @@ def partition(module: fx.GraphModule, may_join: Callable[[fx.Node], bool] = is_f
                 if units.fusible[producer] and not _is_kept(units.nodes[producer], units.nodes[number]):
                     groups.merge(producer, number)
     for first, second in list(_alike(units, groups)):
-        groups.merge(first, second)
+        if not _is_kept(units.nodes[first], units.nodes[second]):
+            groups.merge(first, second)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
     return tuple(tuple(calls) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
 
@@ -71,16 +73,15 @@ def _alike(units: "_Units", groups: "_Groups") -> Iterator[tuple[int, int]]:
     for group in groups.all():
         read = frozenset[int]().union(*(units.producers[number] for number in group)).difference(group)
         if units.fusible[group[0]] and read:
-            values = (pytree.tree_leaves(units.nodes[number].meta["val"]) for number in group)
-            shapes = tuple(tuple(value.shape for value in each) for each in values)
-            key = read, shapes, tuple(units.nodes[number].target for number in group)
+            values = pytree.tree_leaves([units.nodes[number].meta["val"] for number in group])
+            key = read, tuple(value.shape for value in values), tuple(units.nodes[number].target for number in group)
             if (first := known.setdefault(key, group[0])) != group[0]:
                 yield first, group[0]
 
 
-def _is_kept(call: fx.Node, reader: fx.Node) -> bool:
-    """Return whether a call is of the forward pass, and its reader of the backward pass or the update."""
-    (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, reader))
+def _is_kept(call: fx.Node, later: fx.Node) -> bool:
+    """Return whether a call is of the forward pass, and a later one of the backward pass or the update."""
+    (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, later))
     return kept.phase is Phase.FORWARD and kept.layer != LOSS and read.phase is not Phase.FORWARD
 
 
