@@ -90,8 +90,8 @@ class Compiler:
             raise CompileError(f"triton: could not compile a kernel: {problems[0]}")
 
     def close(self) -> None:
-        """End the process, once it has finished the jobs that it has begun."""
-        with self._process, self._stderr:
+        """End the process, once it has finished the jobs that it has begun; one that died has left some unread."""
+        with suppress(BrokenPipeError), self._process, self._stderr:
             pass
 
     def _answer(self) -> tuple[int, str]:

@@ -1,7 +1,5 @@
 """The process that compiles kernels, where Triton can be imported."""
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -52,7 +50,8 @@ def test_compiler_reports_an_error_of_its_job_alone(compiler: Compiler) -> None:
 
 
 def test_compiler_that_dies_is_an_error(compiler: Compiler) -> None:
-    os.kill(compiler._process.pid, signal.SIGKILL)
+    compiler._process.kill()
+    compiler._process.wait()
     compiler.begin(jobs(), gpu=SM_90)
     with pytest.raises(CompileError, match="status -9"):
         compiler.finish(jobs(), gpu=SM_90)
