@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -73,23 +74,25 @@ def _gpu() -> str:
 def provenance(results: dict[str, Any]) -> str:
     """Return the sentence under a table, with its commit and its machine.
 
-    Ends the process where the rows are of several commits or kinds of GPUs.
+    Ends the process where our rows are of several commits, or any of several kinds of GPUs.
     """
     found = results["environment"]
-    rows = _rows(results)
-    listed = set(results.get("commits", {}).values())
-    commits = {row["commit"] for row in rows if "commit" in row} | listed or {found.get("commit", "unknown")}
-    for kind, values in (("commits", commits), ("GPUs", {row["gpu"] for row in rows if "gpu" in row})):
+    rows = [each for modes in results.get("models", {}).values() for each in modes.items() if isinstance(each[1], dict)]
+    ours = {row["commit"] for mode, row in rows if is_ours(mode)} | {*results.get("commits", {}).values()}
+    others = {row["commit"] for _, row in rows if "commit" in row} - ours
+    commits = ours or others or {found.get("commit", "unknown")}
+    for kind, values in (("commits", commits), ("GPUs", {row["gpu"] for _, row in rows if "gpu" in row})):
         if len(values) > 1:
             raise SystemExit(f"rows of several {kind}: {', '.join(sorted(values))}: measure all of them on one (--add)")
     machine = found["cpu"] if found["gpu"] == "none" else found["gpu"].splitlines()[0]
     versions = (f"{name} {found[name]}" for name in ("torch", "onnx", "onnxruntime") if name in found)
-    return f"Commit {min(commits)[:12]}; {', '.join((machine, *versions))}."
+    earlier = f" (other frameworks' rows: {', '.join(sorted(others))})" if ours and others else ""
+    return f"Commit {min(commits)[:12]}{earlier}; {', '.join((machine, *versions))}."
 
 
-def _rows(results: dict[str, Any]) -> list[Mapping[str, Any]]:
-    """Return those by model and mode (bench/running.py)."""
-    return [row for modes in results.get("models", {}).values() for row in modes.values() if isinstance(row, dict)]
+def is_ours(mode: str) -> bool:
+    """Return whether a mode is a level of nimblec: other frameworks' figures do not depend on our commit."""
+    return re.fullmatch(r"-?O\d", mode) is not None
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (CUDA_VISIBLE_DEVICES may name them)")
     parser.add_argument("--stop-after", type=float, default=3600, help="seconds after which everything ends")
     parser.add_argument("--add", action="store_true", help="measure only the rows that files lack of this commit")
+    parser.add_argument("--ours", action="store_true", help="measure no other frameworks (--add keeps their rows)")
 
 
 def measure(tables: Sequence[Table], options: argparse.Namespace) -> None:
@@ -90,6 +91,7 @@ class _File:
         self._path = path
         self._commit = commit
         self._jobs = options.jobs
+        self._is_asked = environment.is_ours if options.ours else bool
         kept = json.loads(path.read_text())["models"] if options.add and path.exists() else {}
         described = environment.describe()
         self._gpu = environment.gpu_name(described)
@@ -102,7 +104,7 @@ class _File:
 
     def missing(self, models: Iterable[Sequence[Job]]) -> list[list[Job]]:
         """Return jobs without figures of this commit and kind of GPU, those never measured first, then the longest."""
-        left = [[job for job in jobs if not self._has(job)] for jobs in models]
+        left = [[job for job in jobs if not self._has(job) and self._is_asked(job.mode)] for jobs in models]
         return sorted(filter(None, left), key=lambda jobs: -sum(self._kept(job).get("prepare_s", 1e9) for job in jobs))
 
     def _kept(self, job: Job) -> Mapping[str, Any]:

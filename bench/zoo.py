@@ -1,10 +1,9 @@
 """Sixty networks that nobody tuned for: torch.compile with freezing beside -O2, batch 1, half precision.
 
 Usage: python -m bench.zoo [--part K/N] [--limit-s S] [NAME ...] | --markdown. Networks are those of bench/models/zoo.py
-(drawn by a seed). The processes prepare side by side on all GPUs and measure alone (bench/running.py). Rows are added
-to bench/results/gpu/zoo.json, or --output, as they come: first networks without a row, then rows of other commits. A
-part K/N is each N-th network from the K-th. --markdown prints ratios, their histogram, and where the time of the ten
-lowest goes.
+(drawn by a seed); a part K/N is each N-th from the K-th. Processes prepare side by side on all GPUs and measure alone
+(bench/running.py). Rows are added to bench/results/gpu/zoo.json, or --output: first networks without a row, then rows
+of other commits. --markdown prints ratios, their histogram, and where the time of the ten lowest goes.
 
 Kernels are those of one CUDA graph, of torch.compile's kernels and of ours; calls are synchronised calls on tensors on
 the GPU. "-O2, s" is a whole compilation, beside others.
@@ -109,10 +108,7 @@ def _summary(results: dict[str, Any], found: dict[str, float]) -> Iterator[str]:
         if "failed" in row
     )
     yield from (f"Failed: {each}." for each in failed)
-    rows = [row for figures in models.values() for row in figures.values()]
-    commits = (f"{commit} ({count} rows)" for commit, count in Counter(row["commit"] for row in rows).items())
-    gpus = {row["gpu"] for row in rows}
-    yield f"Commits {', '.join(commits)}; {', '.join(gpus)}; torch {results['environment']['torch']}."
+    yield environment.provenance(results)
 
 
 def summary(ratios: Sequence[float]) -> str:

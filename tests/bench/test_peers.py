@@ -153,8 +153,12 @@ def test_add_keeps_rows_of_this_commit_and_gpu(
     for commit in ("abc dirty", "abc dirty", "unknown"):
         monkeypatch.setenv("NIMBLEC_COMMIT", commit)
         assert run("compile", "--add") == ["compile", "-O2"]
+    assert run("compile", "--add", "--ours") == ["-O2"]
+    results = environment.read(path)
+    assert "Commit unknown (other frameworks' rows: abc); " in environment.provenance(results)
+    results["models"]["c:d"] = {"-O2": {"commit": "abc"}}
     with pytest.raises(SystemExit, match="rows of several commits: abc, unknown"):
-        environment.provenance(environment.read(path))
+        environment.provenance(results)
 
 
 def test_commit_names_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_markdown_ranks_networks_and_says_what_failed() -> None:
         "bench.models.zoo:timm_b": {"freeze": row(50, multiply_adds=400e6), "-O2": row(100, **ours)},
         "bench.models.zoo:timm_c": {"freeze": row(50), "-O2": {"failed": "why", "commit": "c", "gpu": "g"}},
     }
-    text = zoo.markdown({"models": models, "environment": {"torch": "2"}})
+    text = zoo.markdown({"models": models, "environment": {"gpu": "g", "torch": "2"}})
     assert text.index("timm_b | 50 / 100 (**0.50**)") < text.index("timm_a | 200 / 100 (2.00)")
     assert "2 networks, torch.compile's kernels over ours: geometric mean 1.00, lowest 0.50, 50% at least 1.3." in text
     assert "Failed: timm_c -O2: why." in text
