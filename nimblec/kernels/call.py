@@ -100,12 +100,6 @@ class Call:
         args, kwargs = self.arguments(value)
         return rewriter.call(self.op, *args, at=at, **kwargs)
 
-    @property
-    def weights_nbytes(self) -> int:
-        """Bytes of its copies of weights."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return sum(leaf.meta.nbytes for leaf in leaves if isinstance(leaf, Made) and leaf.role == "weights")
-
     def timed(self, pool: Pool, length: int) -> Callable[[int], object]:
         """Return a function of n < ``length`` that calls the op on random numbers, with the n-th copy of weights."""
         known: dict[Leaf, Tensor] = {}

@@ -30,19 +30,13 @@ _MARGIN = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The fastest of some calls, by name, the second fastest (None where there is only one), and their times.
-
-    Calls that the screening found slow have no time.
-    """
+    """The fastest of some calls, by name, and their times; calls that the screening found slow have none."""
 
     best: str
-    runner_up: str | None
     microseconds: Mapping[str, float]
 
 
-def choose(
-    calls: Mapping[str, Callable[[int], object]], timer: Timer, *, screen: Timer | None = None
-) -> Choice:
+def choose(calls: Mapping[str, Callable[[int], object]], timer: Timer, *, screen: Timer | None = None) -> Choice:
     """Time all calls, or with ``screen``, a shorter timer, the first one and those that are fastest by it."""
     first, *others = calls
     if screen is not None and len(others) > FINALISTS:
@@ -53,12 +47,8 @@ def choose(
 
 def rank(times: Mapping[str, float]) -> Choice:
     """Rank calls by time; the first one named stays the best unless another is faster by more than 2 %."""
-    first = next(iter(times))
-    ranked = sorted(times, key=times.__getitem__)
-    if times[ranked[0]] > times[first] * (1 - _MARGIN):
-        ranked.remove(first)
-        ranked.insert(0, first)
-    return Choice(best=ranked[0], runner_up=ranked[1] if len(ranked) > 1 else None, microseconds=times)
+    first, best = next(iter(times)), min(times, key=times.__getitem__)
+    return Choice(best=first if times[best] > times[first] * (1 - _MARGIN) else best, microseconds=times)
 
 
 def key_of(what: object) -> str:

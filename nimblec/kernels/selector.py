@@ -1,12 +1,11 @@
 """Choose tilings by timing calls; times are kept between compilations."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.resources import files
 from itertools import chain
-from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,13 +14,10 @@ from torch import fx
 from nimblec.kernels.call import Call, Pool
 from nimblec.kernels.choosing import Choice, Timer, Times, choose, key_of, rank
 from nimblec.kernels.compiling import Compile, Job, compile_all, compiler
-from nimblec.kernels.context import Contest
 from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.tilings import NumberedTiling
 
 FRAMEWORK = "framework"
-_NEARLY = 1.25
-"""The most times as long as the fastest that a tiling takes which is tried among other kernels."""
 
 Timed = Callable[[int], object]
 """A call that takes the number of the copy of its weights."""
@@ -66,24 +62,17 @@ class Family(Generic[Request, Tiling]):
     framework: Callable[[Request, Pool, int], Timed | None] = lambda *_: None
     prepare: Callable[[fx.GraphModule, Compile], None] = _nothing
 
-    def select(
-        self,
-        module: fx.GraphModule,
-        gpu: GPU,
-        times: Times | None = None,
-        preferred: Mapping[str, str] = MappingProxyType({}),
-    ) -> Sequence[Contest]:
-        """Put the kernels in wherever they are faster on ``gpu``, the current one; the chosen ones and their rivals.
+    def select(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> None:
+        """Put the kernels in wherever they are faster on ``gpu``, the current one.
 
-        Known times are not measured again. ``preferred`` names tilings by the key of a `Contest`. Does nothing on a GPU
-        without programmatic dependent launch.
+        Known times are not measured again. Does nothing on a GPU without programmatic dependent launch.
         """
         if not gpu.has_programmatic_launch:
-            return ()
+            return
         self.prepare(module, partial(compile_all, gpu=gpu))
         found = list(self.requests(module))
         if not found:
-            return ()
+            return
         from nimblec.kernels.timing import GraphTimer, WeightPool
 
         timer, started = GraphTimer(gpu), compiler()
@@ -98,12 +87,10 @@ class Family(Generic[Request, Tiling]):
             fingerprint=timing_fingerprint(self.templates),
             compile_jobs=partial(started.begin, gpu=gpu),
             finish_jobs=partial(started.finish, gpu=gpu),
-            preferred=preferred,
         )
         selector.prepare(found)
         self.use(module, selector, gpu.trigger)
         selector.finish()
-        return selector.contests
 
     def use_first(self, module: fx.GraphModule, gpu: GPU, times: Times | None = None) -> None:
         """Put the kernels in wherever they apply, without the GPU.
@@ -131,10 +118,7 @@ class Family(Generic[Request, Tiling]):
 
 
 class Selector(Generic[Request, Tiling]):
-    """Chooses tilings for a family's ``use``; equal requests are timed once.
-
-    ``choices`` holds the results, and ``contests`` the chosen tilings with those that are nearly as fast.
-    """
+    """Chooses tilings for a family's ``use``; equal requests are timed once. ``choices`` holds the results."""
 
     def __init__(
         self,
@@ -149,13 +133,11 @@ class Selector(Generic[Request, Tiling]):
         fingerprint: str = "",
         compile_jobs: Compile,
         finish_jobs: Compile = lambda _: None,
-        preferred: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take a ``timer`` of calls that take the number, below ``length``, of a copy of their weights in ``pool``.
 
         ``screen`` is a quicker timer that narrows the candidates down; ``times`` are those known, by ``fingerprint``.
-        ``compile_jobs`` begins to compile, ``finish_jobs`` waits for it. ``preferred`` are tilings that are used
-        instead of the fastest, by the key of a `Contest`.
+        ``compile_jobs`` begins to compile, ``finish_jobs`` waits for it.
         """
         self._family = family
         self._gpu = gpu
@@ -169,16 +151,14 @@ class Selector(Generic[Request, Tiling]):
         self._finish = finish_jobs
         self._jobs: dict[str, list[Job]] = {}
         self._tilings: dict[str, dict[str, Tiling]] = {}
-        self._preferred = preferred
         self.choices: dict[str, Choice] = {}
-        self.contests: list[Contest] = []
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Begin to compile all kernels that will be launched: those chosen already, else all candidates."""
         for key, request in {request.signature: request for request in requests}.items():
             named = self._named(request)
             known = self._known(key, named)
-            wanted = named if known is None else _contenders(known, named)
+            wanted = named if known is None else {known.best} & named.keys()
             self._jobs[key] = [self._call(request, named[name]).job() for name in wanted]
         if jobs := list(chain.from_iterable(self._jobs.values())):
             self._compile(jobs)
@@ -192,17 +172,7 @@ class Selector(Generic[Request, Tiling]):
         key, named = request.signature, self._named(request)
         if key not in self.choices:
             self.choices[key] = self._known(key, named) or self._measured(key, request, named)
-            self._enter(request, named, self.choices[key])
-        return named.get(self._preferred.get(self._contest(request), self.choices[key].best))
-
-    def _enter(self, request: Request, named: Mapping[str, Tiling], choice: Choice) -> None:
-        calls = {name: self._call(request, named[name]) for name in _contenders(choice, named)}
-        if calls:
-            time = choice.microseconds[choice.best]
-            self.contests.append(Contest(key=self._contest(request), calls=calls, microseconds=time))
-
-    def _contest(self, request: Request) -> str:
-        return f"{self._family.name} {request.signature}"
+        return named.get(self.choices[key].best)
 
     def _call(self, request: Request, tiling: Tiling) -> Call:
         return self._family.call(request, tiling, self._gpu.trigger)
@@ -217,7 +187,7 @@ class Selector(Generic[Request, Tiling]):
         times = {side: self._times[at] / 1000 for side, at in sides.items() if at in self._times}
         return rank(times) if len(times) > 1 else None
 
-    def _measured(self, key: str, request: Request, named: Mapping[str, Tiling]) -> Choice:
+    def _measured(self, key: str, request: Request, named: dict[str, Tiling]) -> Choice:
         # Kernels of other requests are compiled meanwhile.
         self._finish(self._jobs.get(key, []))
         framework = self._family.framework(request, self._pool, self._length)
@@ -238,15 +208,6 @@ class Selector(Generic[Request, Tiling]):
 def _key(fingerprint: str, gpu: GPU, signature: str, side: str) -> str:
     """Return the key of the time of a request's tiling, or of the framework's call."""
     return key_of((fingerprint, gpu.trigger, signature, side))
-
-
-def _contenders(choice: Choice, named: Container[str]) -> list[str]:
-    """Return the chosen tiling and those nearly as fast, the fastest first; none if the framework's calls won."""
-    if choice.best not in named:
-        return []
-    times = choice.microseconds
-    close = [name for name in times if name in named and times[name] <= _NEARLY * times[choice.best]]
-    return sorted(close, key=lambda name: (name != choice.best, times[name]))
 
 
 def timing_fingerprint(templates: Iterable[str], device: str | None = None) -> str:

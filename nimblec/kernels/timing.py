@@ -70,25 +70,15 @@ class GraphTimer:
         """Return the median microseconds of ``call(n)``, for n from 0 to ``length`` - 1, all of the same kernels."""
         with self._beside():
             call(0)  # libraries choose and Triton loads on the first call
-        return self._chain([partial(call, n) for n in range(self.length)]) / self.length
+        graph = self._captured([partial(call, n) for n in range(self.length)])
+        median, _ = undisturbed(partial(self._replays, graph))
+        return 1000 * median / self.length
 
-    def chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        """Return the median microseconds of ``calls`` in one graph; ``flush`` empties the cache before each replay."""
-        with self._beside():
-            for call in calls:
-                call()
-        return self._chain(calls, flush=flush)
-
-    def _chain(self, calls: Sequence[Callable[[], object]], *, flush: bool = True) -> float:
-        median, _ = undisturbed(partial(self._replays, self._captured(calls), flush))
-        return 1000 * median
-
-    def _replays(self, graph: torch.cuda.CUDAGraph, flush: bool) -> list[float]:
+    def _replays(self, graph: torch.cuda.CUDAGraph) -> list[float]:
         """Return the milliseconds of each of some replays."""
         times = []
         for _ in range(self._repeats + 2):
-            if flush:
-                self._flushed.fill_(1)
+            self._flushed.fill_(1)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()

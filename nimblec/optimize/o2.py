@@ -1,17 +1,13 @@
 """-O2: the passes of -O1, and between them Triton kernels wherever they are faster on this GPU."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import wraps
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
 from nimblec.kernels.choosing import Times
-from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import GPU
-from nimblec.kernels.launch import ops
 from nimblec.kernels.products.fp8 import calibrate
 from nimblec.kernels.products.gemm_rewrite import GEMM
 from nimblec.kernels.products.quantized_rewrite import QUANTIZED
@@ -20,7 +16,7 @@ from nimblec.kernels.products.trained_rewrite import TRAINED
 from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
 from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
-from nimblec.kernels.selector import Family, timing_fingerprint
+from nimblec.kernels.selector import Family
 from nimblec.optimize.passes.channels_last import lay_float32_channels_last
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 from nimblec.optimize.rewrites import REGIONS, REWRITES
@@ -81,44 +77,11 @@ KERNELS = Pipeline(
 TRITON = (REWRITES, KERNELS, REGIONS)
 
 
-class Timed:
-    """Puts kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured.
-
-    ``preferred`` are tilings to use instead of the fastest, as `in_context` returns them.
-    """
-
-    def __init__(self, times: Times, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._times = times
-        self._preferred = preferred
-        self._contests: list[Contest] = []
-
-    def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
-        """Put in the kernels of a family."""
-        self._contests += family.select(module, GPU.current(), self._times, self._preferred)
-
-    def in_context(self, module: fx.GraphModule) -> dict[str, str]:
-        """Return the tilings, other than those chosen, by which all kernels of a graph in their order take less time.
-
-        Empty where the memory that is left does not hold what all of them read.
-        """
-        from nimblec.kernels.timing import GraphTimer, WeightPool
-
-        if not self._contests or not any(map(_is_triton_kernel, module.graph.nodes)):
-            return {}
-        gpu = GPU.current()
-        templates = sorted({template for family in FAMILIES for template in family.templates})
-        fingerprint = repr((timing_fingerprint(templates), gpu.trigger))
-        clock = Clock(timer=GraphTimer(gpu), times=self._times, fingerprint=fingerprint)
-        try:
-            return in_context(module, self._contests, clock, WeightPool(gpu), l2=gpu.l2)
-        except torch.OutOfMemoryError:
-            return {}
+def fastest(times: Times) -> Use:
+    """Put kernels in wherever they are faster on the current GPU; ``times`` keeps what was measured."""
+    return lambda family, module: family.select(module, GPU.current(), times)
 
 
 def first(gpu: GPU, times: Times | None = None) -> Use:
     """Put kernels in wherever they apply, each with its fastest tiling by ``times``, or the most promising one."""
     return lambda family, module: family.use_first(module, gpu, times)
-
-
-def _is_triton_kernel(node: fx.Node) -> bool:
-    return node.target in ops()

@@ -160,16 +160,6 @@ class Runs:
             self._made[pipelines] = self._run(pipelines)
         return self._made[pipelines]
 
-    def with_setting(self, setting: Setting, *, kept: tuple[Pipeline, ...]) -> "Runs":
-        """Return runs with another setting that share the results of ``kept`` and report nothing."""
-        other = Runs(self._model, setting)
-        other._made = {kept[:count]: self(*kept[:count]) for count in range(len(kept) + 1)}
-        return other
-
-    def has_run(self, *pipelines: Pipeline) -> bool:
-        """Return whether these pipelines have run without an error."""
-        return pipelines in self._made
-
     def _run(self, pipelines: tuple[Pipeline, ...]) -> TorchModel:
         if not pipelines:
             return flattened(self._model)

@@ -108,14 +108,9 @@ def _of_level_2(
 ) -> Iterator[Variant]:
     from nimblec.optimize import o2
 
-    timed = o2.Timed(times)
-    setting = Setting(device=device_of(model), dtype=dtype, use=timed, fp8=fp8)
+    setting = Setting(device=device_of(model), dtype=dtype, use=o2.fastest(times), fp8=fp8)
     runs = Runs(model, setting, report)
     yield Variant(name="Triton kernels", make=partial(runs, *o2.TRITON))
-    kernels = o2.TRITON[:-1]
-    if runs.has_run(*kernels) and (preferred := timed.in_context(runs(*kernels).module)):
-        again = runs.with_setting(replace(setting, use=o2.Timed(times, preferred)), kept=(REWRITES,))
-        yield Variant(name="Triton kernels, chosen in context", make=partial(again, *o2.TRITON))
     yield Variant(name="fused regions", make=partial(_fused, runs, model, dtype), is_fallback=True)
     if model.written_elsewhere:
         return

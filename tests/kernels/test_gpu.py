@@ -235,7 +235,6 @@ def test_a_timer_tells_a_long_call_from_a_short_one() -> None:
     x = torch.ones(64 << 20, device="cuda")
     long, short = timer(lambda _: x.neg()), timer.screen(length=4)(lambda _: x[:1024].neg())
     assert 10 * short < long < 10_000
-    assert timer.chain([x.neg, x.abs]) > short
 
 
 def _counters(shape: Convolution, tiling: Tiling) -> Tensor | None:

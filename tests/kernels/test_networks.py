@@ -1,21 +1,18 @@
 """Triton kernels in small networks of the kinds that they are made for, chosen everywhere, and chosen again."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from choosing import Pool, selector
+from choosing import Pool
 from rewriting import DenseNet, assert_same, counts, optimize, randomize, rewritten
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nimblec.graph.definitions import DEFINITIONS
 from nimblec.kernels import selector as kernel_selector
 from nimblec.kernels.choosing import key_of
-from nimblec.kernels.context import Clock, Contest, in_context
 from nimblec.kernels.gpu import SM_80, SM_90
 from nimblec.kernels.launch import ops
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
@@ -24,7 +21,7 @@ from nimblec.kernels.selector import FRAMEWORK, Selector
 from nimblec.pytorch.aten_graph import trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nimblec.kernels.call import Pool as PoolOfWeights
     from nimblec.kernels.compiling import Job
@@ -150,23 +147,17 @@ def _network(name: str) -> tuple[fx.GraphModule, Tensor]:
 
 
 class _Clock:
-    """Triton kernels take a microsecond, the framework's two; cuDNN's fused calls are not called on the CPU.
-
-    Each tiling of a request takes ``more`` than the one before it.
-    """
+    """Triton kernels take a microsecond, the framework's two; cuDNN's fused calls are not called on the CPU."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.more = 0.0
         self._time = 1.0
-        self._next = 1.0
 
     def __call__(self, call: "Callable[[int], object]") -> float:
         self.count += 1
-        self._time = self._next
+        self._time = 1.0
         call(0)
         call(1)
-        self._next = self._next + self.more if self._time == self._next else 1.0
         return self._time
 
     def framework(self, request: ProductRequest, pool: "PoolOfWeights", length: int) -> "Timed":
@@ -199,11 +190,6 @@ def _chosen(module: fx.GraphModule, selector: "Selector[Any, Any]") -> fx.GraphM
     return rewritten(module, lambda m: use_triton_kernels(m, selector))
 
 
-def _convnext(times: dict[str, int]) -> "tuple[Selector[Any, Any], fx.GraphModule]":
-    first, _, _ = _selector(times)
-    return first, _chosen(_network("ConvNeXt")[0], first)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_with_all_kernels_ours(name: str) -> None:
     module, x = _network(name)
@@ -218,7 +204,6 @@ def test_selector_measures_once() -> None:
     module, _ = _network("EfficientNet")
     times: dict[str, int] = {}
     first, jobs, timer = _selector(times)
-    timer.more = 0.5  # too much for a contest
     chosen = _chosen(module, first)
     again, later, silent = _selector(times)
     assert counts(_chosen(module, again)) == counts(chosen)
@@ -278,109 +263,3 @@ def test_a_short_look_sorts_the_candidates_out() -> None:
     (choice,) = choose.choices.values()
     assert len(short) == len(tilings(request, SM_90)) > len(long) == len(choice.microseconds) == 4
     assert FRAMEWORK in choice.microseconds
-
-
-def test_selector_keeps_contest_of_fast_tilings() -> None:
-    request = max(requests(_network("EfficientNet")[0]), key=lambda r: (r.kind != "depthwise", len(tilings(r, SM_90))))
-    names = ["x".join(map(str, tiling.numbers)) for tiling in tilings(request, SM_90)]
-    times = {FRAMEWORK: 3.0, **dict.fromkeys(names, 2.0), names[0]: 1.2, names[1]: 1.0}
-    choose, _ = selector(GEMM, lambda n: [*times.values()][n])
-    assert choose(request) == tilings(request, SM_90)[1]
-    (contest,) = choose.contests
-    assert (list(contest.calls), contest.microseconds) == ([names[1], names[0]], 1.0)
-    kept, _ = selector(GEMM, lambda n: 1.0 + n)
-    assert kept(request) is None
-    assert not kept.contests
-
-
-class _Launches(TorchDispatchMode):
-    """Times calls by their tilings: those of ``slow`` take ``more`` than the time 1 of any other; ``rest`` is added."""
-
-    def __init__(self, slow: str, more: float = 1.0, rest: float = 0.0) -> None:
-        super().__init__()
-        self.slow = slow
-        self.more = more
-        self.rest = rest
-        self.found: list[list[str]] = []
-        self.flushes: set[bool] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in ops():
-            tiling = next(given for given in args if isinstance(given, list) and len(given) > 2)
-            self.found[-1].append("x".join(map(str, tiling)))
-        return func(*args, **(kwargs or {}))
-
-    def chain(self, calls: "Sequence[Callable[[], object]]", *, flush: bool) -> float:
-        """Return the time of all."""
-        self.flushes.add(flush)
-        self.found.append([])
-        with self:
-            for call in calls:
-                call()
-        return self.rest + len(self.found[-1]) + self.more * self.found[-1].count(self.slow)
-
-
-def _preferred(
-    module: fx.GraphModule, contests: "Sequence[Contest]", timer: _Launches, l2: int = SM_90.l2, **kept: Any
-) -> dict[str, str]:
-    given = {"times": {}, "fingerprint": "", **kept}
-    return in_context(module, contests, Clock(timer=timer, **given), Pool(), l2=l2)
-
-
-@pytest.mark.parametrize("name", ["ConvNeXt", "EfficientNet"])
-def test_a_tiling_that_slows_its_neighbours_is_not_kept(name: str) -> None:
-    """Alone all take the same time: the first one is chosen, and here it takes the longest among others."""
-    module, x = _network(name)
-    times: dict[str, int] = {}
-    first, _, _ = _selector(times)
-    chosen = _chosen(module, first)
-    placed = [node for node in chosen.graph.nodes if node.target in ops()]
-    slow = next(iter(first.contests[-1].calls))
-    clock = _Launches(slow)
-    preferred = _preferred(chosen, first.contests, clock)
-    assert {len(found) for found in clock.found} == {len(placed)}
-    assert slow in clock.found[0]
-    assert slow not in clock.found[-1]
-    assert preferred
-    again, _, silent = _selector(times, preferred=preferred)
-    other = _chosen(module, again)
-    assert not silent.count
-    assert_same(chosen, other, x, rtol=5e-3)
-    later = _Launches(slow)
-    assert _preferred(other, again.contests, later, l2=1) == {}
-    assert slow not in later.found[0]
-    assert (clock.flushes, later.flushes) == ({False}, {True})
-
-
-def test_times_among_others_are_measured_once() -> None:
-    """So a second compilation chooses the same tilings, and so does the second of a refittable one."""
-    module, _ = _network("ConvNeXt")
-    first, chosen = _convnext(times := {})
-    kept: dict[str, int] = {}
-    preferred = _preferred(chosen, first.contests, _Launches(next(iter(first.contests[-1].calls))), times=kept)
-    assert preferred
-    second, _, _ = _selector(times)
-    again, other = _chosen(module, second), _Launches("")
-    assert _preferred(again, second.contests, other, times=kept) == preferred
-    assert not other.found
-    assert _preferred(again, second.contests, other, times=kept, fingerprint="another") == {}
-    assert other.found
-
-
-def test_tilings_among_others_are_kept_where_none_is_faster() -> None:
-    first, chosen = _convnext({})
-    clock = _Launches("")
-    assert _preferred(chosen, first.contests, clock) == {}
-    assert len(clock.found) > 1
-
-
-def test_tilings_that_win_little_are_left() -> None:
-    first, chosen = _convnext({})
-    named = Counter(next(iter(contest.calls)) for contest in first.contests)
-    slow = next(name for name, count in named.items() if count == 1)
-    quick = _Launches(slow)
-    assert _preferred(chosen, first.contests, quick)
-    count = quick.found[0].count(slow)
-    clock = _Launches(slow, more=0.6, rest=75 * count)  # of which another tiling wins 0.6 to 0.8 %
-    assert _preferred(chosen, first.contests, clock) == {}
-    assert any(slow not in found for found in clock.found)

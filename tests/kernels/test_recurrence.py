@@ -103,7 +103,7 @@ def test_layers_hand_on_rounded_states(name: str) -> None:
 
 
 def test_a_call_for_timing_is_like_that_of_a_layer() -> None:
-    """Choice in context finds the launches of a request by this likeness."""
+    """So no kernel is compiled twice."""
     module, _ = _graph("two layers, both directions", torch.float32, given=True)
     (request,) = requests(module)
     (tiling, *_) = RECURRENCE.tilings(request, SM_90)

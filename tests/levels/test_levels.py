@@ -1,11 +1,9 @@
 """The ways of each level, as far as they can be listed without a GPU."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import model_zoo
 import pytest
@@ -15,8 +13,6 @@ from torch import fx, nn
 
 from nimblec.base.errors import CompileError, TraceError
 from nimblec.kernels.gpu import SM_90
-from nimblec.kernels.launch import ops
-from nimblec.kernels.selector import Family
 from nimblec.optimize import o2
 from nimblec.optimize.pipeline import Pipeline, Setting
 from nimblec.optimize.rewrites import REGIONS, REWRITES
@@ -121,29 +117,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
     return found
 
 
-class Untimed:
-    """In place of `o2.Timed`: the first tilings, and others in context."""
-
-    given: ClassVar[list[Mapping[str, str]]] = []
-
-    def __init__(self, _times: object, preferred: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.given.append(preferred)
-
-    def __call__(self, family: Family[Any, Any], module: fx.GraphModule) -> None:
-        """Put in the kernels."""
-        o2.first(SM_90)(family, module)
-
-    def in_context(self, module: fx.GraphModule) -> dict[str, str]:
-        """Return another tiling, for a graph that has all kernels."""
-        assert any(node.target in ops() for node in module.graph.nodes)
-        return {"a": "1x2"}
-
-
 def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     called: list[Pipeline], times: TimingCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(o2, "Timed", Untimed)
-    monkeypatch.setattr(Untimed, "given", [])
+    monkeypatch.setattr(o2, "fastest", lambda _times: o2.first(SM_90))
     names = []
     module, x = Small().eval(), torch.randn(1, 8, 6, 6)
     for variant in variants(place(module, (x,)), 2, None, times):
@@ -153,14 +130,13 @@ def test_the_compiler_and_the_model_zoo_call_the_same_pipelines(
     called.clear()
     model_zoo.compared(module, (x,))
     assert called == [REWRITES, o2.KERNELS]
-    assert by_compiler == [REWRITES, *[o2.KERNELS, REGIONS] * 2, REGIONS]  # rewritten once
-    assert names == ["Triton kernels", "Triton kernels, chosen in context", "fused regions", "as it runs"]
-    assert Untimed.given == [{}, {"a": "1x2"}]
+    assert by_compiler == [REWRITES, o2.KERNELS, REGIONS, REGIONS]  # rewritten once
+    assert names == ["Triton kernels", "fused regions", "as it runs"]
 
 
 @pytest.mark.usefixtures("called")
 def test_level_2_falls_back_on_regions(times: TimingCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(o2, "Timed", Untimed)
+    monkeypatch.setattr(o2, "fastest", lambda _times: o2.first(SM_90))
     module = Small().eval()
     written = frozenset({module.linear.weight.untyped_storage()._cdata})
     alone = place(module, (torch.randn(1, 8, 6, 6),))

@@ -53,7 +53,7 @@ def _most_kernels(
 ) -> Iterator[Variant]:
     from nimblec.optimize import o2  # brings in the kernels
 
-    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.Timed(times), fp8=fp8), report)
+    runs = Runs(model, Setting(device=device_of(model), dtype=dtype, use=o2.fastest(times), fp8=fp8), report)
     yield Variant(name="Triton kernels", make=partial(runs, *o2.TRITON))
 
 
