@@ -21,6 +21,7 @@ CONVOLUTIONS = (
     aten.cudnn_convolution_add_relu.default,
 )
 CONVOLUTION_BACKWARD = aten.convolution_backward.default
+POOLS = (aten.max_pool2d_with_indices.default, aten.avg_pool2d.default)
 LINEARS = (aten.addmm.default, aten.mm.default)
 PRODUCTS = (*LINEARS, aten._addmm_activation.default)
 ATTENTION = aten.scaled_dot_product_attention.default

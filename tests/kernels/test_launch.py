@@ -23,7 +23,7 @@ from nimblec.kernels.call import Call, Made
 from nimblec.kernels.compiling import Job
 from nimblec.kernels.gpu import SM_90, Trigger
 from nimblec.kernels.launch import Launch, launch_of, ops
-from nimblec.kernels.products.depthwise_op import depthwise
+from nimblec.kernels.products.depthwise_op import depthwise, depthwise_into
 from nimblec.kernels.products.gemm_op import (
     convolution,
     convolution_into,
@@ -95,6 +95,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         {"out_factor": FACTORS["scale"]},
     ),
     "depthwise": (depthwise, (X, _half(1, 9, 16), VECTOR, X, *GEOMETRY, [4, 16, 2], "late"), FACTORS),
+    "depthwise into": (
+        depthwise_into,
+        (X, _half(1, 9, 16), None, X, *GEOMETRY, [4, 16, 2], "late"),
+        {"out": _images(1, 32, 8, 8)[:, 16:]},
+    ),
     "integers": (
         convolution_of_integers,
         (

@@ -91,7 +91,7 @@ def gated(columns, out, tiling, rows=1, **norm):
     torch.testing.assert_close(made.results, linear(*args, gated=True, **norm), atol=2e-3, rtol=2e-3)
 
 def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, padding=1, dilation=1, residual=False,
-              before="", gate=False, slices=1, multiplier=1):
+              before="", gate=False, slices=1, parts=1, multiplier=1):
     torch.manual_seed(0)
     two, out = lambda n: (n, n), channels * multiplier
     x = torch.randn(2, *size, channels * slices).half()[..., :channels].permute(0, 3, 1, 2)
@@ -101,11 +101,12 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     r = torch.randn(total.shape).half().contiguous(memory_format=torch.channels_last) if residual else None
     packed = depthwise_op.pack_depthwise(weight, DepthwiseTiling.of(tiling))
     geometry = (two(number) for number in (kernel, stride, padding, dilation))
-    made = prepared(depthwise_op.depthwise, x, packed, b, r, out, *geometry, activation, tiling, "none",
-        scale=read.scale, shift=read.shift, gate=read.gate, before=read.activation)
-    y = made.results.fill_(torch.nan)
-    made.launch()
+    whole = torch.full((2, *total.shape[2:], out * parts), torch.nan).half().permute(0, 3, 1, 2)
+    y = whole[:, -out:]
+    prepared(depthwise_op.depthwise_into, x, packed, b, r, out, *geometry, activation, tiling, "none",
+        scale=read.scale, shift=read.shift, gate=read.gate, before=read.activation, out=y).launch()
     torch.testing.assert_close(y.float(), finish(total, r, activation), atol=8e-3, rtol=1e-3)
+    assert whole[:, :-out].isnan().all()
 """
 
 CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 as integers
@@ -142,6 +143,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "into a part, split": "check((6, 7), 16, 24, [16, 16, 16, 3, 4, 2], kernel=3, parts=2, residual=True)",
     "no bias": "check((6, 7), 16, 20, [16, 16, 16, 3, 4, 2], 'hardsigmoid', kernel=3, bias=False)",
     "depthwise": "depthwise((9, 7), 20, [32, 16, 2], 'relu6', residual=True)",
+    "depthwise into a part": "depthwise((9, 7), 24, [32, 16, 2], 'relu6', residual=True, parts=3)",
     "depthwise 5x5": "depthwise((9, 8), 32, [32, 32, 2], 'hardswish', kernel=5, stride=2, padding=2)",
     "depthwise 7x7": "depthwise((8, 7), 16, [64, 16, 2], 'none', kernel=7, padding=6, dilation=2)",
     "depthwise 9x9": "depthwise((8, 7), 16, [64, 16, 2], 'none', kernel=9, padding=4)",

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from nimblec.kernels.products.concatenation import concatenate_in_place
+from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.products.gemm_match import requests
 from nimblec.kernels.products.gemm_rewrite import use_triton_kernels
 from nimblec.kernels.products.gemm_tilings import Tiling
@@ -80,6 +81,15 @@ def _with_siblings(x: Tensor) -> Tensor:
     return torch.cat([first, _conv(second, 24, 3), _conv(third, 8, 3), _conv(pooled, 8)], 1).neg()
 
 
+def _aggregated(x: Tensor) -> Tensor:
+    """Concatenate a chain of convolutions, as in VoVNet, the last one depthwise, as in GhostNet; one is pooled too."""
+    first = _conv(x, 16)
+    second = torch.relu(_conv(first, 16, 3))
+    third = functional.conv2d(second, random_half(16, 1, 3, 3, seed=4) / 3, BIAS[:16], padding=1, groups=16)
+    pooled = functional.max_pool2d(second, 2).repeat(1, 3, 1, 1)
+    return functional.avg_pool2d(torch.cat([first, second, third], 1), 2) + pooled
+
+
 def _last_of_a_split(x: Tensor) -> Tensor:
     """Send half of a result another way, and pool it there, as in CSPNet."""
     both = _conv(x, 32)
@@ -94,6 +104,7 @@ TAKEN_APART: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, int]]] = {
     "with a residual": (_with_residual, {"convolution": 1, "convolution_into": 2, "joined": 1}),
     "dense block": (_dense_block, {"convolution": 4, "convolution_into": 3, "joined": 4, "place": 1}),
     "with siblings": (_with_siblings, {"convolution": 1, "convolution_into": 4, "joined": 1}),
+    "aggregated": (_aggregated, {"convolution_into": 2, "depthwise_into": 1, "joined": 1}),
     "after another": (_after_another, {"convolution": 4, "convolution_into": 7, "joined": 5, "place": 1}),
 }
 
@@ -112,9 +123,10 @@ def _placed(before: fx.GraphModule) -> fx.GraphModule:
 def test_parts_are_written_where_they_belong(name: str) -> None:
     function, wanted = TAKEN_APART[name]
     before = _graph(function)
-    after = rewritten(_placed(before), lambda module: use_triton_kernels(module, lambda _: TILING))
+    tilings = {"depthwise": DepthwiseTiling(block_m=4, block_c=16, num_warps=2)}
+    after = rewritten(_placed(before), lambda m: use_triton_kernels(m, lambda r: tilings.get(r.kind, TILING)))
     assert "cat" not in counts(after)
-    for op in ("convolution", "convolution_into", "joined", "place"):
+    for op in ("convolution", "convolution_into", "depthwise_into", "joined", "place"):
         assert counts(after).get(op, 0) == wanted.get(op, 0), counts(after)
     assert_same(before, after, IMAGES, rtol=4e-3)
 
@@ -179,7 +191,7 @@ def test_generated_kernels_read_the_whole() -> None:
 
 def _used_elsewhere(x: Tensor) -> Tensor:
     first, second = _branches(x, 8, 16)
-    return torch.cat([first, second], 1).mean() + functional.max_pool2d(second, 2).sum()
+    return torch.cat([first, second], 1).mean() + (_conv(second, 16) + second).sum()
 
 
 def _twice_the_same(x: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ are not concatenated (`siblings.py`), the siblings lie in front, in the same mem
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from operator import is_not
 
 import torch
 from torch import fx
@@ -16,6 +18,7 @@ from torch import fx
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.graph.views import is_channels_last
+from nimblec.graph.vocabulary import CONVOLUTIONS, POOLS
 from nimblec.kernels.images import ALIGNMENT_NBYTES
 from nimblec.kernels.products.gemm_match import requests
 from nimblec.kernels.products.parts import joined, place
@@ -27,12 +30,14 @@ aten = torch.ops.aten
 class _Whole:
     """Concatenations of prefixes of ``parts``, by the number of parts: the first is of all parts.
 
-    ``front`` is the call whose last channels are the first part, where that is itself a slice of a result.
+    ``front`` is the call whose last channels are the first part, where that is itself a slice of a result. ``written``
+    are the parts that kernels write to their place, where others read them too.
     """
 
     parts: tuple[fx.Node, ...]
     prefixes: Mapping[fx.Node, int]
     front: fx.Node | None
+    written: Collection[fx.Node]
 
 
 def begins_concatenations(part: fx.Node) -> bool:
@@ -55,7 +60,7 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
     """
     rewriter = Rewriter(module)
     found = [node for node in rewriter.calls(aten.cat.default) if _is_of_channels(node)]
-    written = {request.nodes[-1] for request in requests(module) if request.kind == "convolution"} if found else ()
+    written = {request.nodes[-1] for request in requests(module) if request.kind != "linear"} if found else ()
     wholes = list(_wholes(found, written))
     if not wholes:
         return
@@ -65,7 +70,7 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
         parts = [replaced.get(part, part) for part in whole.parts]  # a part may be a replaced concatenation
         if whole.front is not None:
             parts[0] = whole.front
-        replaced |= _take_apart(rewriter, parts, whole.prefixes)
+        replaced |= _take_apart(rewriter, parts, whole)
     rewriter.propagate()
     restore_strides(module, strides)
     rewriter.finish()
@@ -82,9 +87,15 @@ def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterato
         left = [node for node in left if node not in users]
         front = _front(every[0], written)
         computed = written if front is None else {*written, every[0]}
-        copied = [p for p in every if p not in computed or not users.issuperset(p.users)]
-        if len(set(every)) == len(every) and len(copied) < len(prefixes) and _is_aligned(longest, every):
-            yield _Whole(parts=every, prefixes=prefixes, front=front)
+        placed = {p for p in every if p in computed and all(u in users or _reads_images(u, p) for u in p.users)}
+        copies = len(every) - len(placed)
+        if len(set(every)) == len(every) and copies < len(prefixes) and _is_aligned(longest, every):
+            yield _Whole(parts=every, prefixes=prefixes, front=front, written=placed)
+
+
+def _reads_images(node: fx.Node, images: fx.Node) -> bool:
+    """Return whether a call reads ``images`` as the kernels read slices of channels, and in no other way."""
+    return is_call(node, *CONVOLUTIONS, *POOLS) and node.args[0] is images and images not in node.args[1:]
 
 
 def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
@@ -131,13 +142,12 @@ def _is_aligned(whole: fx.Node, parts: Sequence[fx.Node]) -> bool:
     return alike and not any(fake(part).shape[1] * itemsize % ALIGNMENT_NBYTES for part in parts)
 
 
-def _take_apart(
-    rewriter: Rewriter, parts: Sequence[fx.Node], prefixes: Mapping[fx.Node, int]
-) -> dict[fx.Node, fx.Node]:
-    """Replace the concatenations ``prefixes``; the calls that stand for them.
+def _take_apart(rewriter: Rewriter, parts: Sequence[fx.Node], replacing: _Whole) -> dict[fx.Node, fx.Node]:
+    """Replace concatenations; the calls that stand for them.
 
     The first of ``parts`` may begin with channels that are not concatenated.
     """
+    prefixes = replacing.prefixes
     longest = next(iter(prefixes))
     first = min((part for part in parts if part.op == "call_function"), default=longest)
     value = fake(longest)
@@ -152,10 +162,11 @@ def _take_apart(
         where = rewriter.call(aten.slice.Tensor, memory, 1, begin, end, at=first)
         at = part.next if part.op == "call_function" else first
         placed.append(rewriter.call(place, where, part, at=at))
+        if part in replacing.written or part is replacing.front:
+            part.replace_all_uses_with(placed[-1], delete_user_cb=partial(is_not, placed[-1]))
     whole = memory
     if in_front:
         whole = rewriter.call(aten.slice.Tensor, memory, 1, in_front, ends[-1], at=first)
-        parts[0].replace_all_uses_with(placed[0], delete_user_cb=lambda user: user is not placed[0])
     replaced = {}
     for node, count in prefixes.items():
         replaced[node] = rewriter.call(joined, whole, placed[:count], ends[count - 1] - in_front, at=node)

@@ -1,7 +1,8 @@
 """Depthwise convolution as a torch op: `nimblec.kernels.launch` says what an op is.
 
 Each result reads one channel; bias and activation are in the same launch. With several results for each
-channel, those of one channel are adjacent, as in torch.
+channel, those of one channel are adjacent, as in torch. `depthwise_into` writes to ``out``, part of the channels of
+larger images.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels.images import channels_last, convolution_shape, laid_like, new_images
+from nimblec.kernels.images import channels_last, convolution_shape, laid_last, new_images, pixel_stride
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.reference import Prologue, finish
@@ -38,12 +39,14 @@ def _depthwise(
     tiling: Sequence[int],
     trigger: str,
     *,
+    out: Tensor | None = None,
     before: str = "none",
     **factors: Tensor | None,
 ) -> Prepared[Tensor]:
     x = channels_last(x)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
-    out, prologue, tile = new_images(x, shape), Prologue(activation=before, **factors), DepthwiseTiling.of(tiling)
+    out = new_images(x, shape) if out is None else out
+    prologue, tile = Prologue(activation=before, **factors), DepthwiseTiling.of(tiling)
     launch = Launch(
         template="nimblec.kernels.products.depthwise_template:depthwise",
         blocks=tile.blocks(shape),
@@ -51,12 +54,13 @@ def _depthwise(
             "x_ptr": x,
             "weight_ptr": weight,
             "bias_ptr": bias,
-            "residual_ptr": laid_like(residual, out),
+            "residual_ptr": laid_last(residual),
             **prologue.pointers,
             "out_ptr": out,
         },
         settings={
             **shape.settings,
+            "OUT_STRIDE": pixel_stride(out),
             "BEFORE": prologue.activation,
             "ACTIVATION": activation,
             "BLOCK_M": tile.block_m,
@@ -80,6 +84,7 @@ def _depthwise_on_cpu(
     dilation: Sequence[int],
     activation: str,
     *_how: object,
+    out: Tensor | None = None,
     before: str = "none",
     **factors: Tensor | None,
 ) -> Tensor:
@@ -89,13 +94,15 @@ def _depthwise_on_cpu(
     vector = None if bias is None else bias.float()
     read = Prologue(activation=before, **factors)(x.float())
     total = functional.conv2d(read, filters, vector, shape.stride, shape.padding, shape.dilation, channels)
-    return new_images(x, shape).copy_(finish(total, residual, activation))
+    return (new_images(x, shape) if out is None else out).copy_(finish(total, residual, activation))
 
 
-depthwise = define_op(
-    "depthwise(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int out_channels, int[] kernel, int[] stride, "
+_DEPTHWISE = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, int out_channels, int[] kernel, int[] stride, "
     "int[] padding, int[] dilation, str activation, int[] tiling, str trigger, *, "
-    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none') -> Tensor",
-    prepare=_depthwise,
-    reference=_depthwise_on_cpu,
+    "Tensor? scale=None, Tensor? shift=None, Tensor? gate=None, str before='none'"
+)
+depthwise = define_op(f"depthwise({_DEPTHWISE}) -> Tensor", prepare=_depthwise, reference=_depthwise_on_cpu)
+depthwise_into = define_op(
+    f"depthwise_into({_DEPTHWISE}, Tensor(a!) out) -> Tensor(a!)", prepare=_depthwise, reference=_depthwise_on_cpu
 )

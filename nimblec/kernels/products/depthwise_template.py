@@ -30,6 +30,7 @@ def depthwise(
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
@@ -44,7 +45,10 @@ def depthwise(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual; out is (rows, channels)."""
+    """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual (rows, channels).
+
+    Rows of out are OUT_STRIDE elements apart.
+    """
     TILES_C: tl.constexpr = (OUT_CHANNELS + BLOCK_C - 1) // BLOCK_C
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
     UNROLLED: tl.constexpr = TAPS if TAPS <= 64 else KERNEL_W
@@ -88,7 +92,8 @@ def depthwise(
             weights = tl.load(tile_weight_ptr + tap * BLOCK_C + within)
             total += pixels * weights.to(tl.float32)[None, :]
 
-    out_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + out_offsets, mask=exists, other=0.0).to(tl.float32)
+        residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+        total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
+    out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
     tl.store(out_ptr + out_offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=exists)

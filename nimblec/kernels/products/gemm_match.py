@@ -237,7 +237,7 @@ def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) 
         reached = (*reached, user)
         request = replace(longer, nodes=reached)
     user = only_user(request.nodes[-1])
-    if request.kind != "convolution" or user is None or not is_call(user, place):
+    if request.kind == "linear" or user is None or not is_call(user, place):
         return request
     shape = replace(request.shape, out_stride=pixel_stride(fake(user)))
     into: fx.Node = argument(user, 0)

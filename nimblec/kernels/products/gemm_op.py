@@ -20,6 +20,7 @@ from torch.nn import functional
 from nimblec.kernels.images import (
     channels_last,
     convolution_shape,
+    laid_last,
     laid_like,
     new_images,
     pixel_stride,
@@ -143,7 +144,7 @@ def _convolution(
         x=x,
         weight=weight,
         bias=bias,
-        residual=laid_like(residual, torch.empty_like(out, device="meta", memory_format=torch.channels_last)),
+        residual=laid_last(residual),
         prologue=Prologue(activation=before, **factors),
         out=out,
         counters=counters,

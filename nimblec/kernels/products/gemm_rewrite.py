@@ -14,7 +14,7 @@ from nimblec.kernels.call import AsBytes, AsStored, Call, Leaf, Made, Pool, eval
 from nimblec.kernels.compiling import Compile
 from nimblec.kernels.gpu import GPU, Trigger
 from nimblec.kernels.products.concatenation import concatenate_in_place
-from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
+from nimblec.kernels.products.depthwise_op import depthwise, depthwise_into, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.fp8 import factors_of, note_product
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
@@ -88,7 +88,9 @@ def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:
     if isinstance(tiling, DepthwiseTiling):
         weight = Made(source=source, make=partial(pack_depthwise, tiling=tiling), role="weights")
         read = (request.x, weight, request.bias, request.residual, shape.out_channels)
-        return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
+        if request.into is None:
+            return Call(op=depthwise, args=(*read, *geometry, *end), kwargs=how)
+        return Call(op=depthwise_into, args=(*read, *geometry, *end), kwargs={**how, "out": request.into})
     arithmetic = request.arithmetic if tiling.block_m > 1 else "tf32x3"
     how = {"arithmetic": arithmetic, **how}
     is_rounded = source.dtype is torch.float32 and arithmetic == "tf32"

@@ -5,7 +5,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake, is_call, views
 from nimblec.graph.views import fixed_strides, is_view
-from nimblec.graph.vocabulary import ATTENTION, is_tagged_pointwise
+from nimblec.graph.vocabulary import ATTENTION, POOLS, is_tagged_pointwise
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _seen(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _reads_any_order(node: fx.Node) -> bool:
-    return is_call(node, ATTENTION) or is_tagged_pointwise(node)
+    return is_call(node, ATTENTION, *POOLS) or is_tagged_pointwise(node)
 
 
 def _try_without(rewriter: Rewriter, node: fx.Node, seen: list[fx.Node]) -> None:
