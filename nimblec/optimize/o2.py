@@ -14,6 +14,7 @@ from nimblec.kernels.products.quantized_rewrite import QUANTIZED
 from nimblec.kernels.products.recurrence_rewrite import RECURRENCE
 from nimblec.kernels.products.trained_rewrite import TRAINED
 from nimblec.kernels.reductions.attention_rewrite import ATTENTION_FAMILY
+from nimblec.kernels.reductions.group_norm_rewrite import GROUP_NORM
 from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
 from nimblec.kernels.selector import Family
@@ -33,6 +34,7 @@ FAMILIES: tuple[Family[Any, Any], ...] = (
     TRAINED,
     POOL,
     NORM,
+    GROUP_NORM,
 )
 """The families of kernels, in the order in which they are put into a graph; each states the reason for its place."""
 

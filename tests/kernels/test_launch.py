@@ -43,6 +43,7 @@ from nimblec.kernels.products.trained_op import (
 )
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.cached_op import cached_attention
+from nimblec.kernels.reductions.group_norm_op import group_moments
 from nimblec.kernels.reductions.norm_op import add_layer_norm, layer_norm, layer_norm_and_fp8
 from nimblec.kernels.reductions.pool_op import mean2d, pool2d
 from nimblec.optimize.o2 import FAMILIES
@@ -133,6 +134,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "lstm layer": (lstm_layer, (_half(5, 3, 512), _half(2, 256, 64), STATE, STATE, [4, 3, 2]), {}),
     "gru layer": (gru_layer, (_half(5, 3, 384), _half(2, 192, 64), _half(2, 64), None, [4, 3, 2]), {}),
+    "group moments": (group_moments, (X, COUNTERS, 2, 1e-5, [2, 16, 4], "late"), {}),
     "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
     "norm and e4m3": (
         layer_norm_and_fp8,
