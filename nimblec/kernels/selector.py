@@ -46,10 +46,11 @@ class Family(Generic[Request, Tiling]):
     """A kind of kernels, and how it is put into a graph.
 
     ``requests`` finds what one launch could compute, ``tilings`` lists its candidates, the most promising first, and
-    ``call`` describes the launch. ``use`` replaces the requests that a function gives a tiling for. ``templates`` are
-    the modules whose code the times depend on; ``reason`` explains the family's place in the order. ``framework`` makes
-    the framework's call to compare with, or returns None where there is none to time: a generated kernel cannot be
-    timed alone. ``prepare`` rewrites the graph to allow more requests.
+    ``call`` describes the launch. ``use`` replaces the requests that a function gives a tiling for, and keeps dtype,
+    shape and strides of every result. ``templates`` are the modules whose code the times depend on; ``reason`` explains
+    the family's place in the order. ``framework`` makes the framework's call to compare with, or returns None where
+    there is none to time: a generated kernel cannot be timed alone. ``prepare`` rewrites the graph to allow more
+    requests.
     """
 
     name: str

@@ -317,6 +317,15 @@ def test_norms_go_into_products_that_are_triton_kernels() -> None:
     assert (calls(with_kernels(graph, passes)), calls(with_kernels(graph, wrong))) == (2, 3)
 
 
+def test_moments_of_groups_are_those_of_images_that_lie_channels_last() -> None:
+    graph = convolutional(nn.Conv2d(4, 32, 1), nn.GroupNorm(2, 32), nn.Conv2d(32, 8, 1), size=32)
+    passes = list(KERNELS.passes)
+    wrong = moved(passes[-1].run, to=lay_float32_channels_last, passes=passes)
+    with pytest.raises(ValueError, match="images lie channels last by then"):
+        check_order(wrong)
+    assert [triton(with_kernels(graph, each))["nimblec::group_moments"] for each in (passes, wrong)] == [1, 0]
+
+
 @pytest.mark.parametrize("pipelines", [FUSED_REGIONS, TRITON], ids=["fused regions", "Triton kernels"])
 def test_passes_stand_after_those_that_they_need(pipelines: tuple[Pipeline, ...]) -> None:
     check_order(each for pipeline in pipelines for each in pipeline.passes)

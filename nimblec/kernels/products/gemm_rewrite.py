@@ -39,11 +39,7 @@ AnyTiling = Tiling | DepthwiseTiling
 def use_triton_kernels(
     module: fx.GraphModule, choose: Choose[ProductRequest, AnyTiling], trigger: Trigger = "late"
 ) -> None:
-    """Compute convolutions and products with the calls around them by one launch, where ``choose`` finds it faster.
-
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
-    them (`GPU.has_programmatic_launch`).
-    """
+    """Compute convolutions and products with the calls around them by one launch, where ``choose`` finds it faster."""
     rewriter = Rewriter(module)
     for request in requests(module):
         tiling = choose(request)

@@ -41,11 +41,7 @@ AnyTiling = Tiling | DepthwiseSum | DepthwiseTiling
 def use_trained_kernels(
     module: fx.GraphModule, choose: Choose[TrainedRequest, AnyTiling], trigger: Trigger = "late"
 ) -> None:
-    """Compute convolutions of trained weights and their gradients by one launch each, where ``choose`` finds it faster.
-
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
-    them (`GPU.has_programmatic_launch`).
-    """
+    """Compute convolutions of trained weights and their gradients by one launch each, where it is faster."""
     rewriter = Rewriter(module)
     for request in requests(module):
         tiling = choose(request)

@@ -64,9 +64,7 @@ def use_triton_attention(
 ) -> None:
     """Compute attention by one launch, which reads any strides in place, where ``choose`` finds it faster.
 
-    Outputs keep their dtype, shape and strides. Results are laid out (batch, queries, heads, size), so that the
-    transpose after them is free. Launches with a ``trigger`` themselves wait for the kernel before them
-    (`GPU.has_programmatic_launch`).
+    Results are laid out (batch, queries, heads, size), so that the transpose after them is free.
     """
     strides = output_strides(module)
     rewriter = Rewriter(module)

@@ -80,11 +80,7 @@ def call(request: GroupNormRequest, tiling: GroupTiling, trigger: Trigger) -> Ca
 def use_group_moments(
     module: fx.GraphModule, choose: Choose[GroupNormRequest, GroupTiling], trigger: Trigger = "late"
 ) -> None:
-    """Compute the moments of group norms by one launch each, with the tiling that ``choose`` gives.
-
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
-    them (`GPU.has_programmatic_launch`).
-    """
+    """Compute the moments of group norms by one launch each, with a tiling that is chosen."""
     rewriter = Rewriter(module)
     for request in requests(module):
         tiling = choose(request)
@@ -120,5 +116,5 @@ GROUP_NORM: Family[GroupNormRequest, GroupTiling] = Family(
     call=call,
     use=use_group_moments,
     templates=("nimblec.kernels.reductions.group_norm_template",),
-    reason="products have taken the calls after them that a norm would be generated with",
+    reason="images lie channels last by then",
 )

@@ -23,11 +23,7 @@ from nimblec.kernels.selector import Choose, Family
 def use_triton_norms(
     module: fx.GraphModule, choose: Choose[NormRequest, NormTiling], trigger: Trigger = "late"
 ) -> None:
-    """Compute layer norms and RMS norms with the sum before them by one launch, with the tiling that ``choose`` gives.
-
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
-    them (`GPU.has_programmatic_launch`).
-    """
+    """Compute layer norms and RMS norms with the sum before them by one launch, with a tiling that is chosen."""
     rewriter = Rewriter(module)
     # A later request may read a value that an earlier one replaces.
     for request in reversed(list(requests(module))):

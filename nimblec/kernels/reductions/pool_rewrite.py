@@ -24,11 +24,7 @@ aten = torch.ops.aten
 def use_triton_pools(
     module: fx.GraphModule, choose: Choose[PoolRequest, PoolTiling], trigger: Trigger = "late"
 ) -> None:
-    """Compute pools and means of images with the activation after them by one launch, where ``choose`` finds it faster.
-
-    Every result keeps its dtype, shape and strides. Launches with a ``trigger`` themselves wait for the kernel before
-    them (`GPU.has_programmatic_launch`).
-    """
+    """Compute pools and means of images with the activation after them by one launch, where it is faster."""
     rewriter = Rewriter(module)
     # A later request may read a value that an earlier one replaces.
     for request in reversed(list(requests(module))):
