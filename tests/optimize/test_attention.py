@@ -43,7 +43,7 @@ def _rewritten(before: fx.GraphModule) -> fx.GraphModule:
 @examples(40)
 @given(
     keys=st.sampled_from([TOKENS, 7]),
-    scale=st.sampled_from(["none", "scores", "divided", "queries", "both"]),
+    scale=st.sampled_from(["none", "scores", "divided", "queries", "both", "heads"]),
     mask=st.sampled_from(["none", "input", "rows", "causal", "bias", "two", "where", "filled"]),
     flat=st.booleans(),
 )
@@ -72,8 +72,9 @@ def test_any_form(*, keys: int, scale: str, mask: str, flat: bool) -> None:
         q = {"queries": q * 0.3, "both": q * root}.get(scale, q)
         k = k.transpose(2, 3) * root if scale == "both" else k.transpose(-1, -2)
         scores = q @ k
-        scores = {"scores": scores * 0.2, "divided": scores / math.sqrt(SIZE)}.get(scale, scores)
-        weights = torch.softmax(masked(scores, given_mask), 3 if flat else -1)
+        of_heads = torch.arange(1.0, HEADS + 1).reshape(HEADS, 1, 1)
+        scaled = {"scores": scores * 0.2, "divided": scores / math.sqrt(SIZE), "heads": scores * of_heads}
+        weights = torch.softmax(masked(scaled.get(scale, scores), given_mask), 3 if flat else -1)
         return _joined(weights @ v)
 
     before = record(model, *inputs, given_mask)

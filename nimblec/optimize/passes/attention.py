@@ -32,14 +32,20 @@ class _Scores:
     """The argument of a softmax: the product of queries and keys, scaled, with masks added.
 
     ``shape`` is theirs in the softmax: (..., heads, queries, keys). Each mask comes with the shape that the scores have
-    where it is added, which may be another view.
+    where it is added, which may be another view. Of ``factors``, each has a number for each head, as in Swin V2.
     """
 
     product: fx.Node
     scale: float
+    factors: tuple[fx.Node, ...]
     masks: tuple[tuple[fx.Node, torch.Size], ...]
     hidden: Tensor | None
     shape: torch.Size
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether what is added further up would be multiplied too."""
+        return self.scale != 1 or bool(self.factors)
 
 
 def fuse_attention(module: fx.GraphModule) -> None:
@@ -84,7 +90,7 @@ def _read(rewriter: Rewriter, weights: fx.Node) -> _Scores | None:
     if bound(node)["dim"] % rank != rank - 1:
         return None
     node = _through(argument(node, 0), aten._to_copy.default)
-    found = _Scores(product=node, scale=1.0, masks=(), hidden=None, shape=fake(node).shape)
+    found = _Scores(product=node, scale=1.0, factors=(), masks=(), hidden=None, shape=fake(node).shape)
     while not is_call(found.product, aten.bmm.default):
         step = _step(rewriter, found)
         if step is None or only_user(found.product) is None:
@@ -117,7 +123,20 @@ def _step(rewriter: Rewriter, found: _Scores) -> _Scores | None:
         return replace(found, product=times[0], scale=found.scale * times[1])
     if is_call(node, aten.add.Tensor) and node.kwargs.get("alpha", 1) == 1:
         return _masked(found, node)
+    if is_call(node, aten.mul.Tensor):
+        return _multiplied(found, node)
     return _filled(rewriter, found, node)
+
+
+def _multiplied(found: _Scores, node: fx.Node) -> _Scores | None:
+    """Match ``node`` as scores times a factor for each head."""
+    for scores, factor in (node.args[:2], node.args[1::-1]):
+        if not isinstance(scores, fx.Node) or not isinstance(factor, fx.Node) or not is_like(scores, node):
+            continue
+        is_of_heads = fake(factor).shape[-2:] == (1, 1) and fake(factor).dtype == fake(node).dtype
+        if is_of_heads and fake(node).shape == found.shape and _leads_to_product(scores):
+            return replace(found, product=scores, factors=(*found.factors, factor))
+    return None
 
 
 def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
@@ -126,7 +145,7 @@ def _masked(found: _Scores, node: fx.Node) -> _Scores | None:
     for scores, mask in (terms, terms[::-1]) if len(terms) == 2 else ():
         full = is_like(scores, node) and found.hidden is None
         # A scale between the softmax and the mask would apply to the mask too.
-        if full and found.scale == 1 and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
+        if full and not found.is_scaled and fake(mask).dtype == fake(node).dtype and _leads_to_product(scores):
             return replace(found, product=scores, masks=(*found.masks, (mask, fake(node).shape)))
     return None
 
@@ -151,7 +170,7 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
     low = number(rewriter, fill)
     if hidden is None or hidden.dim() < 2 or low is None or low > HIDDEN or bool(hidden.all(-1).any()):
         return None
-    if found.masks or found.hidden is not None or found.scale != 1:
+    if found.masks or found.hidden is not None or found.is_scaled:
         return None
     if not is_like(scores, node) or fake(node).shape != found.shape:
         return None
@@ -161,14 +180,15 @@ def _filled(rewriter: Rewriter, found: _Scores, node: fx.Node) -> _Scores | None
 def _fits(scores: _Scores, node: fx.Node) -> bool:
     queries, values = fake(argument(scores.product, 0)), fake(argument(node, 1))
     rows = fake(argument(node, 0)).shape
-    masks = [fake(mask) for mask, shape in scores.masks if shape == scores.shape]
+    added = [fake(mask) for mask, shape in scores.masks if shape == scores.shape]
+    broadcast = (*added, scores.hidden, *map(fake, scores.factors))
     return (
         fake(node).dtype in DTYPES
         and queries.dtype == fake(node).dtype
         and queries.shape[-1] in HEAD_SIZES
         and values.shape[-1] in HEAD_SIZES
         and len(scores.shape) >= 3
-        and all(_leading(mask) in (1, prod(scores.shape[:-3])) for mask in (*masks, scores.hidden))
+        and all(_leading(each) in (1, prod(scores.shape[:-3])) for each in broadcast)
         and prod(scores.shape[:-2]) == rows[0]
         and fake(scores.product).shape == rows
     )
@@ -188,10 +208,13 @@ def _attention(rewriter: Rewriter, node: fx.Node, scores: _Scores) -> fx.Node:
 
     (queries, factor), (columns, other) = (_unscaled(rewriter, argument(scores.product, n)) for n in range(2))
     keys = rewriter.call(aten.transpose.int, split(columns), 2, 3, at=node)
+    queries = split(queries)
+    for each in scores.factors:
+        queries = rewriter.call(aten.mul.Tensor, queries, _four_axes(rewriter, each, node), at=node)
     mask, causal = _mask(rewriter, scores, node)
     result = rewriter.call(
         ATTENTION,
-        *(split(queries), keys, split(argument(node, 1)), mask, 0.0, causal),
+        *(queries, keys, split(argument(node, 1)), mask, 0.0, causal),
         scale=scores.scale * factor * other,
         at=node,
     )
