@@ -85,14 +85,6 @@ def channels_last(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)
 
 
-def laid_last(images: Tensor | None) -> Tensor | None:
-    """Return the same images with the strides of `new_images`; a copy only as in `channels_last`."""
-    if images is None:
-        return None
-    like = torch.empty_like(images, device="meta", memory_format=torch.channels_last)
-    return with_strides(images, like.stride())
-
-
 def laid_like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     """Return the same numbers with the strides of ``other``; a copy only as in `channels_last`."""
     return None if tensor is None else with_strides(tensor, other.stride())

@@ -63,9 +63,9 @@ class Convolution(Windows):
     """A convolution of images (batch, height, width, channels), whose channels are adjacent in memory.
 
     Adjacent pixels of the input are ``pixel_stride`` elements apart (0: all are the same), those of the result
-    ``out_stride``; None stands for the number of channels. Rows and images follow without a gap. As a
-    matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth`` products. With ``groups`` each
-    sum is over the ``channels`` of one group, and as many times more are read.
+    ``out_stride``, of a residual ``residual_stride``; None stands for the number of channels. Rows and images
+    follow without a gap. As a matrix product it has ``rows`` x ``out_channels`` results, each a sum of ``depth``
+    products. With ``groups`` each sum is over the ``channels`` of one group, and as many times more are read.
     """
 
     batch: int
@@ -80,6 +80,7 @@ class Convolution(Windows):
     groups: int = 1
     pixel_stride: int | None = None
     out_stride: int | None = None
+    residual_stride: int | None = None
 
     @property
     def rows(self) -> int:

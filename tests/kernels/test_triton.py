@@ -38,7 +38,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     two = lambda n: n if isinstance(n, tuple) else (n, n)
     shape = Convolution(batch=batch, height=size[0], width=size[1], channels=channels // groups, out_channels=out,
         kernel=two(kernel), stride=two(stride), padding=two(padding), dilation=two(dilation), groups=groups,
-        pixel_stride=channels * slices, out_stride=out * parts)
+        pixel_stride=channels * slices, out_stride=out * parts, residual_stride=out * 2)
     tiling = Tiling.of(tiling)
     pixels = size if slices else (1, 1)
     x = torch.randn(batch, *pixels, channels * max(slices, 1), dtype=dtype)[..., :channels].permute(0, 3, 1, 2)
@@ -48,7 +48,7 @@ def check(size, channels, out, tiling, activation="relu", *, batch=1, kernel=1, 
     read = prologue(channels, batch, before, gate)
     whole = torch.full((batch, shape.out_height, shape.out_width, out * parts), torch.nan, dtype=dtype)
     y = whole[..., -out:].permute(0, 3, 1, 2)
-    r = torch.randn(y.shape, dtype=dtype).contiguous(memory_format=torch.channels_last) if residual else None
+    r = torch.randn(batch, *y.shape[2:], out * 2, dtype=dtype)[..., out:].permute(0, 3, 1, 2) if residual else None
     down, across = tiling.tiles(shape)
     arrived = torch.zeros(down * across, dtype=torch.int32)
     convolution_launch(shape, tiling, x=x, weight=pack_convolution(weight, tiling), bias=b, residual=r,
@@ -98,7 +98,7 @@ def depthwise(size, channels, tiling, activation="relu", *, kernel=3, stride=1, 
     weight, b = torch.randn(out, 1, kernel, kernel).half(), torch.randn(out).half()
     read = prologue(channels, 2, before, gate)
     total = functional.conv2d(read(x.float()), weight.float(), b.float(), stride, padding, dilation, channels)
-    r = torch.randn(total.shape).half().contiguous(memory_format=torch.channels_last) if residual else None
+    r = torch.randn(2, *total.shape[2:], out * 3).half()[..., :out].permute(0, 3, 1, 2) if residual else None
     packed = depthwise_op.pack_depthwise(weight, DepthwiseTiling.of(tiling))
     geometry = (two(number) for number in (kernel, stride, padding, dilation))
     whole = torch.full((2, *total.shape[2:], out * parts), torch.nan).half().permute(0, 3, 1, 2)

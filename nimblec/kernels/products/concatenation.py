@@ -18,9 +18,9 @@ from torch import fx
 from nimblec.graph.outputs import output_strides, restore_strides
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
 from nimblec.graph.views import is_channels_last
-from nimblec.graph.vocabulary import CONVOLUTIONS, POOLS
+from nimblec.graph.vocabulary import POOLS
 from nimblec.kernels.images import ALIGNMENT_NBYTES
-from nimblec.kernels.products.gemm_match import requests
+from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.parts import joined, place
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class _Whole:
     """Concatenations of prefixes of ``parts``, by the number of parts: the first is of all parts.
 
     ``front`` is the call whose last channels are the first part, where that is itself a slice of a result. ``written``
-    are the parts that kernels write to their place, where others read them too.
+    are the parts that kernels write to their place, where others too read them.
     """
 
     parts: tuple[fx.Node, ...]
@@ -60,8 +60,8 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
     """
     rewriter = Rewriter(module)
     found = [node for node in rewriter.calls(aten.cat.default) if _is_of_channels(node)]
-    written = {request.nodes[-1] for request in requests(module) if request.kind != "linear"} if found else ()
-    wholes = list(_wholes(found, written))
+    convolutions = [request for request in requests(module) if request.kind != "linear"] if found else []
+    wholes = list(_wholes(found, convolutions))
     if not wholes:
         return
     strides = output_strides(module)
@@ -76,8 +76,10 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterator[_Whole]:
-    """Yield the concatenations to replace; ``written`` are the parts that need no copy."""
+def _wholes(found: Collection[fx.Node], convolutions: Sequence[ProductRequest]) -> Iterator[_Whole]:
+    """Yield the concatenations to replace; the results of ``convolutions`` need no copy."""
+    written = {request.nodes[-1] for request in convolutions}
+    readers = {(read, node) for each in convolutions for read in (each.x, each.residual) for node in each.nodes}
     parts = {node: _parts(node, found) for node in found}
     left = sorted(found, key=lambda node: len(parts[node]), reverse=True)
     while left:
@@ -87,15 +89,11 @@ def _wholes(found: Collection[fx.Node], written: Collection[fx.Node]) -> Iterato
         left = [node for node in left if node not in users]
         front = _front(every[0], written)
         computed = written if front is None else {*written, every[0]}
-        placed = {p for p in every if p in computed and all(u in users or _reads_images(u, p) for u in p.users)}
+        reading = {p: [u for u in p.users if u not in users and not is_call(u, *POOLS)] for p in every}
+        placed = {p for p in every if p in computed and all((p, u) in readers for u in reading[p])}
         copies = len(every) - len(placed)
         if len(set(every)) == len(every) and copies < len(prefixes) and _is_aligned(longest, every):
             yield _Whole(parts=every, prefixes=prefixes, front=front, written=placed)
-
-
-def _reads_images(node: fx.Node, images: fx.Node) -> bool:
-    """Return whether a call reads ``images`` as the kernels read slices of channels, and in no other way."""
-    return is_call(node, *CONVOLUTIONS, *POOLS) and node.args[0] is images and images not in node.args[1:]
 
 
 def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels.images import channels_last, convolution_shape, laid_last, new_images, pixel_stride
+from nimblec.kernels.images import channels_last, convolution_shape, new_images, pixel_stride
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling
 from nimblec.kernels.reference import Prologue, finish
@@ -43,7 +43,7 @@ def _depthwise(
     before: str = "none",
     **factors: Tensor | None,
 ) -> Prepared[Tensor]:
-    x = channels_last(x)
+    x, residual = channels_last(x), None if residual is None else channels_last(residual)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation)
     out = new_images(x, shape) if out is None else out
     prologue, tile = Prologue(activation=before, **factors), DepthwiseTiling.of(tiling)
@@ -54,12 +54,13 @@ def _depthwise(
             "x_ptr": x,
             "weight_ptr": weight,
             "bias_ptr": bias,
-            "residual_ptr": laid_last(residual),
+            "residual_ptr": residual,
             **prologue.pointers,
             "out_ptr": out,
         },
         settings={
             **shape.settings,
+            "RESIDUAL_STRIDE": out_channels if residual is None else pixel_stride(residual),
             "OUT_STRIDE": pixel_stride(out),
             "BEFORE": prologue.activation,
             "ACTIVATION": activation,

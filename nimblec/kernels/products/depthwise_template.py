@@ -30,6 +30,7 @@ def depthwise(
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
@@ -45,9 +46,9 @@ def depthwise(
     BLOCK_C: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual (rows, channels).
+    """Convolve x (pixels, channels) by weight (channel tiles, taps, block_c), add residual; out is (rows, channels).
 
-    Rows of out are OUT_STRIDE elements apart.
+    Rows of residual and out are RESIDUAL_STRIDE and OUT_STRIDE elements apart.
     """
     TILES_C: tl.constexpr = (OUT_CHANNELS + BLOCK_C - 1) // BLOCK_C
     TAPS: tl.constexpr = KERNEL_H * KERNEL_W
@@ -93,7 +94,7 @@ def depthwise(
             total += pixels * weights.to(tl.float32)[None, :]
 
     if residual_ptr is not None:
-        residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+        residual_offsets = rows[:, None] * RESIDUAL_STRIDE + columns[None, :]
         total += tl.load(residual_ptr + residual_offsets, mask=exists, other=0.0).to(tl.float32)
     out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
     tl.store(out_ptr + out_offsets, activate(total, ACTIVATION).to(out_ptr.dtype.element_ty), mask=exists)

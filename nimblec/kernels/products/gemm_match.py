@@ -1,6 +1,6 @@
 """Convolutions and products that one launch could compute, with calls before and after them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,7 +9,16 @@ from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.views import is_view
-from nimblec.graph.vocabulary import CONVOLUTION, CONVOLUTIONS, DTYPES, HALF, PRODUCTS, WHOLE_VIEWS, activation_of
+from nimblec.graph.vocabulary import (
+    CONVOLUTION,
+    CONVOLUTIONS,
+    DTYPES,
+    HALF,
+    PRODUCTS,
+    WHOLE_VIEWS,
+    activation_of,
+    is_like,
+)
 from nimblec.kernels.images import convolution_shape, is_read_well, is_within_reach, pixel_stride, product_shape
 from nimblec.kernels.products.fp8 import largest_read
 from nimblec.kernels.products.gated import gate_after
@@ -123,6 +132,9 @@ def _request(rewriter: Rewriter, head: fx.Node, shares: _Shares) -> ProductReque
     if alone is None:
         return None
     request = _with_followers(alone, shares.owners)
+    if request.kind != "linear" and request.residual is not None and not _is_like(request.residual, head):
+        shape = replace(request.shape, residual_stride=pixel_stride(fake(request.residual)))
+        request = replace(request, shape=shape)
     before = shares.before.get(head)
     if before is not None:
         nodes = (*before.nodes, *before.views, *request.nodes)
@@ -148,7 +160,7 @@ def _convolution(rewriter: Rewriter, node: fx.Node) -> ProductRequest | None:
         return None
     is_depthwise = 1 < given["groups"] == fake(x).shape[1]
     residual = given.get("z")
-    if residual is not None and (given["alpha"] not in {None, 1} or not _is_like(residual, node)):
+    if residual is not None and (given["alpha"] not in {None, 1} or not _is_residual(residual, node)):
         return None
     if not is_read_well(fake(x)) or fake(node).stride() != _strides(fake(node)):
         return None
@@ -246,7 +258,8 @@ def _with_followers(request: ProductRequest, owners: Mapping[fx.Node, fx.Node]) 
 
 def _with_follower(request: ProductRequest, last: fx.Node, user: fx.Node) -> ProductRequest | None:
     """Add ``user``, which reads ``last``, as residual or activation; None where it is neither."""
-    residual, activation = _other_term(user, last), activation_of(user)
+    alike = _is_like if request.kind == "linear" else _is_residual
+    residual, activation = _other_term(user, last, alike), activation_of(user)
     if residual is not None and request.residual is None:
         return replace(request, residual=residual)
     if activation is not None and _is_like(user, last):
@@ -254,13 +267,18 @@ def _with_follower(request: ProductRequest, last: fx.Node, user: fx.Node) -> Pro
     return None
 
 
-def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
-    """Return the other term of a sum, if it has the shape and layout of ``term``."""
+def _other_term(node: fx.Node, term: fx.Node, alike: Callable[[fx.Node, fx.Node], bool]) -> fx.Node | None:
+    """Return the other term of a sum, if it is ``alike`` to ``term``."""
     if not is_call(node, aten.add.Tensor) or node.kwargs.get("alpha", 1) != 1:
         return None
     others = [other for other in node.args[:2] if other is not term]
     (other,) = others if len(others) == 1 else (None,)
-    return other if isinstance(other, fx.Node) and _is_like(other, term) and _is_like(node, term) else None
+    return other if isinstance(other, fx.Node) and alike(other, term) and _is_like(node, term) else None
+
+
+def _is_residual(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether a value has the dtype and shape of ``other``, and its strides, or those of a slice of images."""
+    return _is_like(node, other) or (is_like(node, other) and is_read_well(fake(node)))
 
 
 def _is_like(node: fx.Node, other: fx.Node) -> bool:

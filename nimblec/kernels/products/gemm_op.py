@@ -20,7 +20,6 @@ from torch.nn import functional
 from nimblec.kernels.images import (
     channels_last,
     convolution_shape,
-    laid_last,
     laid_like,
     new_images,
     pixel_stride,
@@ -95,6 +94,7 @@ def convolution_launch(
         settings={
             **shape.settings,
             "GROUPS": shape.groups,
+            "RESIDUAL_STRIDE": shape.residual_stride or shape.out_channels,
             "OUT_STRIDE": shape.out_stride or shape.out_channels // (2 if gated else 1),
             "GATED": gated,
             "BEFORE": prologue.activation,
@@ -134,17 +134,18 @@ def _convolution(
     groups: int = 1,
     **factors: Tensor | None,
 ) -> Prepared[Tensor]:
-    x = channels_last(x)
+    x, residual = channels_last(x), None if residual is None else channels_last(residual)
     shape = convolution_shape(x, out_channels, kernel, stride, padding, dilation, groups=groups)
     if out is None:
         out = new_images(x, shape)
+    residual_stride = None if residual is None else pixel_stride(residual)
     launch = convolution_launch(
-        replace(shape, out_stride=pixel_stride(out)),
+        replace(shape, out_stride=pixel_stride(out), residual_stride=residual_stride),
         Tiling.of(tiling),
         x=x,
         weight=weight,
         bias=bias,
-        residual=laid_last(residual),
+        residual=residual,
         prologue=Prologue(activation=before, **factors),
         out=out,
         counters=counters,

@@ -54,6 +54,7 @@ def convolution(
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     OUT_CHANNELS: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
@@ -79,14 +80,15 @@ def convolution(
 ):
     """Convolve x (pixels, channels) with weight in tiles; add bias (out channels,) and residual (rows, out channels).
 
-    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of out ``OUT_STRIDE``; all else is dense. x has ``GROUPS``
-    times ``CHANNELS`` channels; the columns of a tile are of one group, and with several there is no prologue. The
-    prologue has scale and shift (channels,) in float32, gate (images, channels). ``NORM`` is "none", "layer"
-    or "rms", of rows whose moments are (parts, 2, rows) of equal parts of a row; sums (out channels,) are of
-    each channel's weights. The moments of out, where they are asked for, are (tiles across, 2, rows). A ``GATED`` out
-    has half the channels; its sum is not split, and it has no residual. The factors (1 + out channels,) of e4m3 are
-    what pixels are multiplied by, a power of two, unless they are e4m3 already, and what the sums of each channel are.
-    With an out factor (1,), the copy of out is e4m3; without a copy, out is.
+    Pixels of x are ``PIXEL_STRIDE`` elements apart, rows of the residual ``RESIDUAL_STRIDE``, those of out
+    ``OUT_STRIDE``; all else is dense. x has ``GROUPS`` times ``CHANNELS`` channels; the columns of a tile are of
+    one group, and with several there is no prologue. The prologue has scale and shift (channels,) in float32, gate
+    (images, channels). ``NORM`` is "none", "layer" or "rms", of rows whose moments are (parts, 2, rows) of equal
+    parts of a row; sums (out channels,) are of each channel's weights. The moments of out, where they are asked
+    for, are (tiles across, 2, rows). A ``GATED`` out has half the channels; its sum is not split, and it has no
+    residual. The factors (1 + out channels,) of e4m3 are what pixels are multiplied by, a power of two, unless they
+    are e4m3 already, and what the sums of each channel are. With an out factor (1,), the copy of out is e4m3;
+    without a copy, out is.
     """
     TILES_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
@@ -143,7 +145,7 @@ def convolution(
         corner += tile_n // (TILES_N // GROUPS) * CHANNELS
     deep = tl.arange(0, BLOCK_K)
     weight_offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + deep[None, :]
-    residual_offsets = rows[:, None] * OUT_CHANNELS + columns[None, :]
+    residual_offsets = rows[:, None] * RESIDUAL_STRIDE + columns[None, :]
     out_offsets = rows[:, None] * OUT_STRIDE + columns[None, :]
     exists = (rows < ROWS)[:, None] & (columns < OUT_CHANNELS)[None, :]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nimblec.graph.quantized import quantized_convolution
-from nimblec.kernels.images import channels_last, convolution_shape, laid_last
+from nimblec.kernels.images import channels_last, convolution_shape, laid_like
 from nimblec.kernels.launch import Launch, Prepared, define_op
 from nimblec.kernels.products.gemm_tilings import Tiling
 from nimblec.kernels.products.packing import unpack_rows
@@ -83,7 +83,7 @@ def _convolution(
             "weight_ptr": weight,
             "factors_ptr": factors,
             "bias_ptr": bias,
-            "residual_ptr": laid_last(residual),
+            "residual_ptr": laid_like(residual, out),
             "levels_ptr": levels,
             "out_ptr": out,
             "partials_ptr": partials,
