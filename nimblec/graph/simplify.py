@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from nimblec.graph.rewriter import Rewriter, argument, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
 from nimblec.graph.views import fixed_strides, lies_as, permutation
 from nimblec.graph.vocabulary import RESHAPES, TRANSPOSES
 
@@ -13,12 +13,13 @@ aten = torch.ops.aten
 
 _GEOMETRY = (3, 4, 5, 7)
 """Places of the arguments of `aten.convolution` that have a number for each axis of the images."""
+_PAD = aten.constant_pad_nd.default
 _EXPAND = (aten.expand.default,)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, aten.alias.default, aten.detach.default)
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop calls without effect, join chains of reshapes or transposes, give convolutions a number for each axis."""
+    """Drop calls without effect, join chains of reshapes or transposes, give convolutions numbers for all axes."""
     rewriter = Rewriter(module)
     fixed = fixed_strides(module.graph)
     for node in list(module.graph.nodes):
@@ -28,13 +29,14 @@ def simplify(module: fx.GraphModule) -> None:
             _transpose(rewriter, node, is_fixed=node in fixed)
         elif is_call(node, aten.convolution.default):
             _spell_out(node)
+            _take_in_zeros(node, is_fixed=node in fixed)
         elif is_call(node, aten.copy.default):
             # An output that is no copy would be copied again, to have memory of its own.
             if _is_same(node, argument(node, 1)) and module.graph.output_node() not in node.users:
                 rewriter.replace(node, argument(node, 1))
         elif is_call(node, aten.cat.default):
             _drop_empty(rewriter, node, is_fixed=node in fixed)
-        elif is_call(node, *_EXPAND, *_COPIES) and _is_same(node, argument(node, 0)):
+        elif _may_be_copy(node) and _is_same(node, argument(node, 0)):
             rewriter.replace(node, argument(node, 0))
     rewriter.finish()
 
@@ -85,6 +87,23 @@ def _spell_out(node: fx.Node) -> None:
         numbers = argument(node, place)
         if isinstance(numbers, Sequence) and len(numbers) == 1:
             node.update_arg(place, [*numbers] * (fake(argument(node, 1)).dim() - 2))
+
+
+def _take_in_zeros(node: fx.Node, *, is_fixed: bool) -> None:
+    """Let a convolution pad its images with as many zeros on both sides as a call before it does."""
+    padded = argument(node, 0)
+    if is_fixed or not is_call(padded, _PAD) or bound(padded)["value"] or bound(node)["transposed"]:
+        return
+    before, after = (argument(padded, 1)[side::2][::-1] for side in (0, 1))
+    axes = fake(node).dim() - 2
+    if [*before] == [*after] and len(before) <= axes and min(before) >= 0:
+        missing = [0] * (axes - len(before))
+        node.update_arg(0, argument(padded, 0))
+        node.update_arg(4, [has + more for has, more in zip(argument(node, 4), [*missing, *before], strict=True)])
+
+
+def _may_be_copy(node: fx.Node) -> bool:
+    return is_call(node, *_EXPAND, *_COPIES) or (is_call(node, _PAD) and not any(argument(node, 1)))
 
 
 def _is_same(node: fx.Node, source: fx.Node) -> bool:

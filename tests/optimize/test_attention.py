@@ -122,6 +122,20 @@ def test_windows(bias: tuple[int, ...]) -> None:
     torch.testing.assert_close(run(after, q, k, v)[0], model(q, k, v))
 
 
+@pytest.mark.parametrize("mask", [None, (TOKENS, TOKENS), (1, 1, 3, 1, TOKENS), (2, 1, 1, TOKENS, TOKENS)], ids=str)
+def test_attention_gets_four_axes(mask: tuple[int, ...] | None) -> None:
+    """As in Hiera (Ryali et al. 2023), where a model calls it on heads of windows."""
+    added = None if mask is None else torch.randn(mask, generator=torch.Generator().manual_seed(3))
+    for leading in [(2, 4, 3)] if added is not None and added.dim() == 5 else [(2, 4, 3), (3,), ()]:
+        q, k, v = (torch.randn(*leading, TOKENS, SIZE, generator=torch.Generator().manual_seed(n)) for n in range(3))
+        before = record(lambda q, k, v: attention(q, k, v, added), q, k, v)
+        after = rewritten(before, fuse_attention)
+        (call,) = (node for node in after.graph.nodes if FUSED in str(node.target))
+        heads = leading[-1:] or (1,)
+        assert call.meta["val"].shape == (math.prod(leading[:-1]), *heads, TOKENS, SIZE)
+        assert_same(before, after, q, k, v, rtol=1e-5)
+
+
 def test_a_bias_of_some_axes_of_the_batch_stays() -> None:
     q, bias = torch.randn(2, 2, HEADS, TOKENS, SIZE), torch.randn(2, 1, 1, TOKENS, TOKENS)
     assert FUSED not in counts(_rewritten(record(lambda q: torch.softmax(q @ q.mT + bias, -1) @ q, q)))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from rewriting import assert_same, counts, optimize, record, rewritten
 from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812 - as torch names it
 
 from nimblec.graph.outputs import separate_outputs
 from nimblec.graph.simplify import simplify
@@ -162,6 +163,20 @@ def test_chains_of_views_are_one_view() -> None:
     after = rewritten(before, simplify)
     assert counts(after) == {"reshape": 1, "permute": 1, "relu": 2}
     assert_same(before, rewritten(after, separate_outputs), X)
+
+
+def test_convolutions_pad_by_themselves() -> None:
+    x, weight = torch.randn(1, 2, 8, 7), torch.randn(3, 2, 3, 3)
+
+    def padded(*sides: int, value: float = 0.0) -> fx.GraphModule:
+        return record(lambda x: F.conv2d(F.pad(x, sides, value=value), weight, stride=2, padding=(1, 0)), x)
+
+    for sides, taken in {(0, 0, 0, 0): 0, (1, 1): 0, (2, 2, 1, 1): 0, (0, 1, 0, 1): 1, (0, 0, 0, 0, 1, -1): 1}.items():
+        before = padded(*sides)
+        after = rewritten(before, simplify)
+        assert counts(after)["constant_pad_nd"] == taken
+        assert_same(before, after, x)
+    assert counts(rewritten(padded(1, 1, value=2.0), simplify))["constant_pad_nd"] == 1
 
 
 def test_empty_parts_of_a_concatenation_go() -> None:

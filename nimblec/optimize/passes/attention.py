@@ -49,8 +49,11 @@ class _Scores:
 
 
 def fuse_attention(module: fx.GraphModule) -> None:
-    """Replace each product of values and a softmax over a product of queries and keys by one attention call."""
+    """Replace each product of values and a softmax over a product of queries and keys by attention of four axes."""
     rewriter = Rewriter(module)
+    for node in rewriter.calls(ATTENTION):
+        if fake(node).dim() != 4:
+            rewriter.replace(node, _of_four_axes(rewriter, node))
     for node in rewriter.calls(aten.baddbmm.default):
         if _leads_to_softmax(node):
             _take_apart(rewriter, node)
@@ -59,6 +62,26 @@ def fuse_attention(module: fx.GraphModule) -> None:
         if scores is not None and _fits(scores, node):
             rewriter.replace(node, _attention(rewriter, node, scores))
     rewriter.finish()
+
+
+def _of_four_axes(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """Return a call of attention with one axis before that of heads."""
+
+    def folded(operand: fx.Node) -> fx.Node:
+        *batches, heads = fake(operand).shape[:-2] or (1,)
+        return rewriter.call(aten.reshape.default, operand, [prod(batches), heads, *fake(operand).shape[-2:]], at=node)
+
+    given = bound(node)
+    mask = given["attn_mask"]
+    if mask is not None and _leading(fake(mask)) == 1:
+        mask = rewriter.call(aten.reshape.default, mask, list(fake(mask).shape[-3:]), at=node)
+    elif mask is not None:
+        scores = [*fake(node).shape[:-1], fake(given["key"]).shape[-2]]
+        mask = folded(rewriter.call(aten.expand.default, mask, scores, at=node))
+    operands = (folded(given[name]) for name in ("query", "key", "value"))
+    how = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
+    result = rewriter.call(ATTENTION, *operands, mask, given["dropout_p"], given["is_causal"], **how, at=node)
+    return rewriter.call(aten.reshape.default, result, list(fake(node).shape), at=node)
 
 
 def _leads_to_softmax(node: fx.Node) -> bool:
