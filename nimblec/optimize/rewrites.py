@@ -16,7 +16,6 @@ from nimblec.optimize.passes.channels_last import lay_contiguous, propagate_chan
 from nimblec.optimize.passes.convolutions import fuse_convolutions
 from nimblec.optimize.passes.copies import drop_copies
 from nimblec.optimize.passes.folding import fill_empty, fold_constants
-from nimblec.optimize.passes.gelu import recognize_gelu
 from nimblec.optimize.passes.generate import generate_regions
 from nimblec.optimize.passes.layout_gradients import split_gradients
 from nimblec.optimize.passes.layout_groups import lay_groups_contiguous
@@ -29,6 +28,7 @@ from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.state import mark_writes, write_state
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
 from nimblec.optimize.passes.transposed import block_transposed_convolutions
+from nimblec.optimize.passes.written_activations import recognize_activations
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting
 
 CANONICAL = (
@@ -61,13 +61,13 @@ FUSE = (
         reason="later patterns ask whether two arguments are one node",
     ),
     Pass(
-        run=recognize_gelu,
+        run=recognize_activations,
         needs=(merge_equal_calls,),
         reason="fold_batch_norm would take the factor of a written-out GELU into the linear after it",
     ),
     Pass(
         run=fold_batch_norm,
-        needs=(fold_constants, join_batches, recognize_gelu),
+        needs=(fold_constants, join_batches, recognize_activations),
         reason="it leaves a convolution next to its ReLU, for the passes that fuse the two",
     ),
     Pass(
@@ -95,7 +95,7 @@ FUSE = (
 PRECISION = (
     Pass(
         run=cast,
-        needs=(recognize_gelu, fold_batch_norm, fuse_attention),
+        needs=(recognize_activations, fold_batch_norm, fuse_attention),
         takes=("dtype",),
         reason="patterns are found before casts lie between their calls, and folded weights are rounded once",
     ),
@@ -131,7 +131,7 @@ LIBRARY = (
     ),
     Pass(
         run=fuse_activations,
-        needs=(recognize_gelu, fold_batch_norm, linear_convolutions),
+        needs=(recognize_activations, fold_batch_norm, linear_convolutions),
         reason="after join_linears an activation reads a slice instead of the product",
     ),
     Pass(

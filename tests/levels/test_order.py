@@ -31,7 +31,6 @@ from nimblec.optimize.passes.channels_last import lay_contiguous, lay_float32_ch
 from nimblec.optimize.passes.convolutions import fuse_convolutions
 from nimblec.optimize.passes.copies import drop_copies
 from nimblec.optimize.passes.folding import fill_empty, fold_constants
-from nimblec.optimize.passes.gelu import recognize_gelu
 from nimblec.optimize.passes.linears import join_linears
 from nimblec.optimize.passes.numbers import inline_numbers
 from nimblec.optimize.passes.one_axis import convolve_as_images
@@ -39,6 +38,7 @@ from nimblec.optimize.passes.pointwise import linear_convolutions
 from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
 from nimblec.optimize.passes.transposed import block_transposed_convolutions
+from nimblec.optimize.passes.written_activations import recognize_activations
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline, Setting, Step, calls, check_order
 from nimblec.optimize.rewrites import FUSED_REGIONS, REWRITES
 from nimblec.pytorch.aten_graph import trace
@@ -107,7 +107,7 @@ def only(module: fx.GraphModule, target: object) -> fx.Node:
 def test_factors_of_a_gelu_go_into_the_next_linear_if_norms_are_folded_first() -> None:
     weight, bias = normal(4, 8), normal(4)
     graph = record(lambda x: F.linear(x * (1 + torch.erf(x / math.sqrt(2))) * 0.5, weight, bias), normal(3, 8))
-    right, wrong = worse(graph, fold_batch_norm, recognize_gelu)
+    right, wrong = worse(graph, fold_batch_norm, recognize_activations)
     assert counts(right)["gelu"] == 1
     assert counts(wrong)["gelu"] == 0
     assert calls(wrong) > calls(right)
@@ -115,7 +115,7 @@ def test_factors_of_a_gelu_go_into_the_next_linear_if_norms_are_folded_first() -
 
 def test_a_gelu_of_equal_calls_is_found_once_they_are_one() -> None:
     graph = record(lambda x: torch.sin(x) * (1 + torch.erf(torch.sin(x) / math.sqrt(2))) * 0.5, normal(3, 8))
-    right, wrong = worse(graph, recognize_gelu, merge_equal_calls)
+    right, wrong = worse(graph, recognize_activations, merge_equal_calls)
     assert counts(right)["gelu"] == 1
     assert counts(wrong)["gelu"] == 0
 

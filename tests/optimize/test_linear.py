@@ -1,4 +1,4 @@
-"""Linears: activations as their epilogue, several on one input as one product, GELU written out."""
+"""Linears: activations as their epilogue, several on one input as one product, activations written out."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from nimblec.optimize.passes import aligned_weights
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights
 from nimblec.optimize.passes.folding import fold_constants
-from nimblec.optimize.passes.gelu import recognize_gelu
 from nimblec.optimize.passes.linears import join_linears
+from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.optimize.passes.written_activations import recognize_activations
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 8, generator=GENERATOR)
@@ -114,12 +115,36 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("written", FORMS.values(), ids=FORMS)
 def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
-    assert counts(checked(lambda x: written(torch.tanh(x) * 3), X, recognize_gelu)) == {"tanh": 1, "mul": 1, "gelu": 1}
+    after = checked(lambda x: written(torch.tanh(x) * 3), X, recognize_activations)
+    assert counts(after) == {"tanh": 1, "mul": 1, "gelu": 1}
+
+
+def test_silu_is_recognized() -> None:
+    after = checked(lambda x: torch.sigmoid(torch.tanh(x)) * torch.tanh(x), X, merge_equal_calls, recognize_activations)
+    assert counts(after) == {"tanh": 1, "silu": 1}
+
+
+def test_linears_take_the_factors_of_a_silu() -> None:
+    """As in CLIP, whose activation is ``x sigmoid(1.702 x)``; the linear after it sees it through a view."""
+    weights = torch.randn(6, 8, generator=GENERATOR), torch.randn(4, 6, generator=GENERATOR)
+
+    def model(x: Tensor) -> Tensor:
+        y = F.linear(x.reshape(1, *x.shape), weights[0])
+        return torch.addmm(weights[1][:, 0], (y * torch.sigmoid(y * 1.702)).flatten(0, 1), weights[1].t())
+
+    before = record(model, X)
+    after = optimize(before, device="cpu")
+    assert counts(after)["silu"] == 1
+    assert not {"mul", "sigmoid"} & counts(after).keys()
+    assert_same(before, after, X, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     "written",
     [
+        lambda x: x * torch.sigmoid(x + 1),
+        lambda x: x * torch.sigmoid(x * -1.702),
+        lambda x: x * torch.sigmoid(X),
         lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(3.0))),
         lambda x: x * 0.5 * (2.0 + torch.erf(x / math.sqrt(2.0))),
         lambda x: x * 0.25 * (1.0 + torch.erf(x / math.sqrt(2.0))),
@@ -130,15 +155,15 @@ def test_gelu_is_recognized(written: Callable[[Tensor], Tensor]) -> None:
         lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x * 2 + 0.044715 * torch.pow(x, 3.0)))),
     ],
 )
-def test_what_only_looks_like_gelu_stays(written: Callable[[Tensor], Tensor]) -> None:
+def test_what_only_looks_like_an_activation_stays(written: Callable[[Tensor], Tensor]) -> None:
     before = record(written, X)
-    assert counts(rewritten(before, recognize_gelu)) == counts(before)
+    assert counts(rewritten(before, recognize_activations)) == counts(before)
 
 
 def test_a_factor_of_more_axes_keeps_its_own() -> None:
     half = torch.full((1, 1), 0.5)
     before = record(lambda x: x * half * (1.0 + torch.erf(x / math.sqrt(2.0))), X[0])
-    assert counts(rewritten(before, recognize_gelu)) == counts(before)
+    assert counts(rewritten(before, recognize_activations)) == counts(before)
 
 
 @pytest.fixture

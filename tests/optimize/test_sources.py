@@ -10,10 +10,10 @@ from torch._ops import OpOverload
 
 from nimblec.graph.simplify import simplify
 from nimblec.optimize.passes.batch_norm import fold_batch_norm
-from nimblec.optimize.passes.gelu import recognize_gelu
 from nimblec.optimize.passes.inductor import ops
 from nimblec.optimize.passes.partition import extract, partition, replace
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
+from nimblec.optimize.passes.written_activations import recognize_activations
 from nimblec.pytorch.aten_graph import trace
 
 Pass = Callable[[fx.GraphModule], None]
@@ -44,7 +44,7 @@ def sources(module: fx.GraphModule) -> dict[str, str]:
     [
         ((), {"convolution": "0", "erf": "3", "reshape": "4"}),
         ((simplify, fold_batch_norm), {"convolution": "0 + 1", "erf": "3", "reshape": "4"}),
-        ((simplify, recognize_gelu), {"convolution": "0", "gelu": "3", "reshape": "4"}),
+        ((simplify, recognize_activations), {"convolution": "0", "gelu": "3", "reshape": "4"}),
     ],
 )
 def test_a_call_that_replaces_others_has_their_sources(passes: tuple[Pass, ...], wanted: dict[str, str]) -> None:

@@ -135,14 +135,16 @@ def _scaled_linear(rewriter: Rewriter, node: fx.Node, affine: ChannelAffine) -> 
 
 
 def _fold_forward(rewriter: Rewriter, affine: ChannelAffine) -> bool:
-    """Fold into the one convolution without padding, or the linear, that reads the result."""
-    user = only_user(affine.node)
+    """Fold into the one convolution without padding, or the linear, that reads the result; a number through views."""
+    read, user = affine.node, only_user(affine.node)
+    while affine.axis is None and user is not None and is_call(user, *WHOLE_VIEWS):
+        read, user = user, only_user(user)
     if user is None:
         return False
     weights = None
-    if is_call(user, CONVOLUTION) and argument(user, 0) is affine.node:
+    if is_call(user, CONVOLUTION) and argument(user, 0) is read:
         weights = _absorbing_convolution(rewriter, user, affine)
-    elif is_call(user, aten.addmm.default) and argument(user, 1) is affine.node:
+    elif is_call(user, aten.addmm.default) and argument(user, 1) is read:
         weights = _absorbing_linear(rewriter, user, affine)
     if weights is None:
         return False
@@ -158,7 +160,7 @@ def _absorbing_convolution(rewriter: Rewriter, node: fx.Node, affine: ChannelAff
     # Padding zeros are not shifted; at its edges a transposed convolution sums fewer taps.
     if not old or not vectors or given["transposed"] or any(given["padding"]):
         return None
-    channels = fake(affine.node).shape[1]
+    channels = fake(argument(node, 0)).shape[1]
     scaled, moved = (_scale_second_axis(old.weight, v.expand(channels), given["groups"]) for v in vectors)
     bias = old.bias.double() + moved.sum(dim=tuple(range(1, moved.dim())))
     return rounded_weights(old.weight, scaled, bias, axis=0)

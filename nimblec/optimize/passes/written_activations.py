@@ -1,4 +1,4 @@
-"""A GELU that is written out as products and sums becomes one call."""
+"""An activation that is written out as products and sums becomes one call."""
 
 import math
 
@@ -12,32 +12,55 @@ from nimblec.graph.vocabulary import is_like
 aten = torch.ops.aten
 
 
-def recognize_gelu(module: fx.GraphModule) -> None:
-    """Replace ``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, by ``gelu``, whatever the order of factors."""
+def recognize_activations(module: fx.GraphModule) -> None:
+    """Replace ``0.5 x (1 + erf(x / sqrt 2))``, and the same by tanh, by ``gelu``, and ``x sigmoid(c x)`` by ``silu``.
+
+    The order of factors does not matter. With a ``c``, as in CLIP, products before and after may take it in:
+    ``silu(c x) / c``.
+    """
     rewriter = Rewriter(module)
     for node in reversed(rewriter.calls(aten.mul.Tensor)):
-        found = _match(rewriter, node) if fake(node).dtype.is_floating_point else None
-        if found is not None:
-            x, approximate = found
-            rewriter.replace(node, rewriter.call(aten.gelu.default, x, approximate=approximate, at=node))
+        if not fake(node).dtype.is_floating_point:
+            continue
+        factor, parts = _factors(rewriter, node)
+        pairs = [(x, gate) for x, gate in (parts, parts[::-1]) if is_like(x, node)] if len(parts) == 2 else []
+        for x, gate in pairs:
+            if (approximate := _gelu(rewriter, factor, x, gate)) is not None:
+                rewriter.replace(node, rewriter.call(aten.gelu.default, x, approximate=approximate, at=node))
+            elif (inner := _silu(rewriter, x, gate)) is not None:
+                result = rewriter.call(aten.silu.default, inner[0], at=node)
+                if factor != inner[1]:
+                    result = rewriter.call(aten.mul.Tensor, result, factor / inner[1], at=node)
+                rewriter.replace(node, result)
+            else:
+                continue
+            break
     rewriter.finish()
 
 
-def _match(rewriter: Rewriter, node: fx.Node) -> tuple[fx.Node, str] | None:
-    factor, parts = _factors(rewriter, node)
-    if len(parts) != 2:
+def _silu(rewriter: Rewriter, x: fx.Node, gate: fx.Node) -> tuple[fx.Node, float] | None:
+    """Return ``c x`` and ``c`` where ``gate`` is ``sigmoid(c x)``."""
+    if not is_call(gate, aten.sigmoid.default) or only_user(gate) is None:
         return None
-    for x, gate in (parts, parts[::-1]):
-        opened = shifted(rewriter, gate)
-        if opened is None or only_user(gate) is None or not is_like(x, node):
-            continue
-        curve, one = opened
-        if not (_near(factor, 0.5, x) and _near(one, 1.0, x)):
-            continue
-        if is_call(curve, aten.erf.default) and _is_multiple(rewriter, argument(curve, 0), x, math.sqrt(0.5)):
-            return x, "none"
-        if is_call(curve, aten.tanh.default) and _is_cubic(rewriter, argument(curve, 0), x):
-            return x, "tanh"
+    read = argument(gate, 0)
+    if read is x:
+        return x, 1.0
+    found = scaled(rewriter, read)
+    return (read, found[1]) if found is not None and found[0] is x and found[1] > 0 else None
+
+
+def _gelu(rewriter: Rewriter, factor: float, x: fx.Node, gate: fx.Node) -> str | None:
+    """Return how a GELU is approximated that is ``factor * x * gate``; None where that is none."""
+    opened = shifted(rewriter, gate)
+    if opened is None or only_user(gate) is None:
+        return None
+    curve, one = opened
+    if not (_near(factor, 0.5, x) and _near(one, 1.0, x)):
+        return None
+    if is_call(curve, aten.erf.default) and _is_multiple(rewriter, argument(curve, 0), x, math.sqrt(0.5)):
+        return "none"
+    if is_call(curve, aten.tanh.default) and _is_cubic(rewriter, argument(curve, 0), x):
+        return "tanh"
     return None
 
 
