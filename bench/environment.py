@@ -78,8 +78,9 @@ def provenance(results: dict[str, Any]) -> str:
     """
     found = results["environment"]
     rows = [each for modes in results.get("models", {}).values() for each in modes.items() if isinstance(each[1], dict)]
-    ours = {row["commit"] for mode, row in rows if is_ours(mode)} | {*results.get("commits", {}).values()}
-    others = {row["commit"] for _, row in rows if "commit" in row} - ours
+    stated = [(mode, row["commit"]) for mode, row in rows if "commit" in row]
+    ours = {commit for mode, commit in stated if is_ours(mode)} | {*results.get("commits", {}).values()}
+    others = {commit for _, commit in stated} - ours
     commits = ours or others or {found.get("commit", "unknown")}
     for kind, values in (("commits", commits), ("GPUs", {row["gpu"] for _, row in rows if "gpu" in row})):
         if len(values) > 1:

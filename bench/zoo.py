@@ -3,10 +3,9 @@
 Usage: python -m bench.zoo [--part K/N] [--limit-s S] [NAME ...] | --markdown. Networks are those of bench/models/zoo.py
 (drawn by a seed); a part K/N is each N-th from the K-th. Processes prepare side by side on all GPUs and measure alone
 (bench/running.py). Rows are added to bench/results/gpu/zoo.json, or --output: first networks without a row, then rows
-of other commits. --markdown prints ratios, their histogram, and where the time of the ten lowest goes.
-
-Kernels are those of one CUDA graph, of torch.compile's kernels and of ours; calls are synchronised calls on tensors on
-the GPU. "-O2, s" is a whole compilation, beside others.
+of other commits. --markdown prints ratios, their histogram, and where the time of the ten lowest goes. Kernels are
+those of one CUDA graph, of torch.compile's kernels and of ours; calls are synchronised calls on tensors on the GPU.
+"-O2, s" is a whole compilation, beside others.
 """
 
 import argparse
