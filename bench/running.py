@@ -91,7 +91,7 @@ class _File:
         self._path = path
         self._commit = commit
         self._jobs = options.jobs
-        self._is_asked = environment.is_ours if options.ours else bool
+        self._is_asked = environment.is_ours if options.ours else lambda _: True
         kept = json.loads(path.read_text())["models"] if options.add and path.exists() else {}
         described = environment.describe()
         self._gpu = environment.gpu_name(described)

@@ -96,7 +96,7 @@ def _take_in_zeros(node: fx.Node, *, is_fixed: bool) -> None:
         return
     before, after = (argument(padded, 1)[side::2][::-1] for side in (0, 1))
     axes = fake(node).dim() - 2
-    if [*before] == [*after] and len(before) <= axes and min(before) >= 0:
+    if [*before] == [*after] and len(before) <= axes and all(n >= 0 for n in before):
         missing = [0] * (axes - len(before))
         node.update_arg(0, argument(padded, 0))
         node.update_arg(4, [has + more for has, more in zip(argument(node, 4), [*missing, *before], strict=True)])

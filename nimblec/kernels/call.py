@@ -47,6 +47,12 @@ class Made:
         return self.make(self.source.to("meta"))
 
 
+def zero_counters(count: int, device: torch.device) -> Made:
+    """Return counters for one call, which are zero before and after each launch."""
+    like = torch.empty(0, dtype=torch.int32, device=device)
+    return Made(source=like, make=lambda like: like.new_zeros(count), role="counters")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AsStored:
     """The elements of a dense node in their order in memory, as a tensor of ``shape``."""

@@ -90,7 +90,7 @@ class Compiler:
             raise CompileError(f"triton: could not compile a kernel: {problems[0]}")
 
     def close(self) -> None:
-        """End the process, once it has finished the jobs that it has begun; one that died has left some unread."""
+        """End the process once it has finished the jobs that it has begun; a process that died leaves jobs unread."""
         with suppress(BrokenPipeError), self._process, self._stderr:
             pass
 

@@ -134,7 +134,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "lstm layer": (lstm_layer, (_half(5, 3, 512), _half(2, 256, 64), STATE, STATE, [4, 3, 2]), {}),
     "gru layer": (gru_layer, (_half(5, 3, 384), _half(2, 192, 64), _half(2, 64), None, [4, 3, 2]), {}),
-    "group moments": (group_moments, (X, COUNTERS, 2, 1e-5, [2, 16, 4], "late"), {}),
+    "group moments": (group_moments, (X, COUNTERS, 2, 1e-5, [2, 16], "late"), {}),
     "norm": (layer_norm, (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late"), {}),
     "norm and e4m3": (
         layer_norm_and_fp8,

@@ -103,7 +103,7 @@ def test_layers_hand_on_rounded_states(name: str) -> None:
 
 
 def test_a_call_for_timing_is_like_that_of_a_layer() -> None:
-    """So no kernel is compiled twice."""
+    """So a kernel that was timed is not compiled again."""
     module, _ = _graph("two layers, both directions", torch.float32, given=True)
     (request,) = requests(module)
     (tiling, *_) = RECURRENCE.tilings(request, SM_90)

@@ -30,13 +30,12 @@ aten = torch.ops.aten
 class _Whole:
     """Concatenations of prefixes of ``parts``, by the number of parts: the first is of all parts.
 
-    ``front`` is the call whose last channels are the first part, where that is itself a slice of a result. ``written``
-    are the parts that kernels write to their place, where others too read them.
+    A first part that is a slice, the last channels of a result, stands as that whole result. Kernels write the parts
+    ``written`` to their place, and all calls read them there.
     """
 
     parts: tuple[fx.Node, ...]
     prefixes: Mapping[fx.Node, int]
-    front: fx.Node | None
     written: Collection[fx.Node]
 
 
@@ -68,8 +67,6 @@ def concatenate_in_place(module: fx.GraphModule) -> None:
     replaced: dict[fx.Node, fx.Node] = {}
     for whole in wholes:
         parts = [replaced.get(part, part) for part in whole.parts]  # a part may be a replaced concatenation
-        if whole.front is not None:
-            parts[0] = whole.front
         replaced |= _take_apart(rewriter, parts, whole)
     rewriter.propagate()
     restore_strides(module, strides)
@@ -93,7 +90,9 @@ def _wholes(found: Collection[fx.Node], convolutions: Sequence[ProductRequest]) 
         placed = {p for p in every if p in computed and all((p, u) in readers for u in reading[p])}
         copies = len(every) - len(placed)
         if len(set(every)) == len(every) and copies < len(prefixes) and _is_aligned(longest, every):
-            yield _Whole(parts=every, prefixes=prefixes, front=front, written=placed)
+            if front is not None:
+                every, placed = (front, *every[1:]), {*placed, front}
+            yield _Whole(parts=every, prefixes=prefixes, written=placed)
 
 
 def _front(part: fx.Node, written: Collection[fx.Node]) -> fx.Node | None:
@@ -160,7 +159,7 @@ def _take_apart(rewriter: Rewriter, parts: Sequence[fx.Node], replacing: _Whole)
         where = rewriter.call(aten.slice.Tensor, memory, 1, begin, end, at=first)
         at = part.next if part.op == "call_function" else first
         placed.append(rewriter.call(place, where, part, at=at))
-        if part in replacing.written or part is replacing.front:
+        if part in replacing.written:
             part.replace_all_uses_with(placed[-1], delete_user_cb=partial(is_not, placed[-1]))
     whole = memory
     if in_front:

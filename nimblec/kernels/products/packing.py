@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nimblec.kernels.call import Made
+from nimblec.kernels.call import Made, zero_counters
 from nimblec.kernels.products.fp8 import as_fp8, column_factors
 from nimblec.kernels.products.gemm_tilings import BLOCKS_N, Tiling
 from nimblec.kernels.products.trained_tilings import DepthwiseSum
@@ -85,12 +85,5 @@ def unpack_rows(packed: Tensor, columns: int, depth: int) -> Tensor:
 
 
 def counters_of(tiling: Tiling | DepthwiseSum, shape: Convolution, device: torch.device) -> Made | None:
-    """Return a counter per tile of the blocks that have arrived, for one call; None where a tile has one block.
-
-    They are zero before and after each launch.
-    """
-    if tiling.split_k == 1:
-        return None
-    tiles = prod(tiling.tiles(shape))
-    like = torch.empty(0, dtype=torch.int32, device=device)
-    return Made(source=like, make=lambda like: like.new_zeros(tiles), role="counters")
+    """Return a counter per tile of the blocks that have arrived, for one call; None where a tile has one block."""
+    return None if tiling.split_k == 1 else zero_counters(prod(tiling.tiles(shape)), device)

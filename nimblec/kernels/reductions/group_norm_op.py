@@ -46,7 +46,6 @@ class GroupTiling(NumberedTiling):
 
     parts: int
     block_p: int
-    num_warps: int
 
 
 def groups_of(x: Tensor, groups: int) -> Groups:
@@ -68,7 +67,7 @@ def group_candidates(shape: Groups, gpu: GPU) -> list[GroupTiling]:
         for numbers in (4096, 2048):
             block_p = min(numbers // shape.width, next_power_of_2(shape.pixels))
             parts = max(1, min(ceil_div(blocks, shape.rows), ceil_div(shape.pixels, block_p)))
-            found[GroupTiling(parts=parts, block_p=block_p, num_warps=4)] = None
+            found[GroupTiling(parts=parts, block_p=block_p)] = None
     return list(found)
 
 
@@ -98,7 +97,6 @@ def _group_moments(
             "PADDED": next_power_of_2(tile.parts),
             "BLOCK_P": tile.block_p,
             "BLOCK_C": shape.width,
-            "num_warps": tile.num_warps,
         },
         trigger=trigger,
     )

@@ -13,7 +13,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
 from nimblec.graph.vocabulary import DTYPES
-from nimblec.kernels.call import Call, Made
+from nimblec.kernels.call import Call, zero_counters
 from nimblec.kernels.gpu import Trigger
 from nimblec.kernels.images import ALIGNMENT_NBYTES, is_read_well, is_within_reach
 from nimblec.kernels.reductions.group_norm_op import Groups, GroupTiling, group_candidates, group_moments, groups_of
@@ -70,9 +70,7 @@ def _request(node: fx.Node) -> GroupNormRequest | None:
 
 def call(request: GroupNormRequest, tiling: GroupTiling, trigger: Trigger) -> Call:
     """Return the call that computes the moments of a request."""
-    rows = request.shape.rows
-    like = torch.empty(0, dtype=torch.int32, device=fake(request.x).device)
-    counters = Made(source=like, make=lambda like: like.new_zeros(rows), role="counters")
+    counters = zero_counters(request.shape.rows, fake(request.x).device)
     settings = request.shape.groups, request.eps, tiling.numbers, trigger
     return Call(op=group_moments, args=(request.x, counters, *settings))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, bound, fake, is_call, only_user
-from nimblec.graph.vocabulary import DTYPES, activation_of
+from nimblec.graph.vocabulary import DTYPES, POOLS, activation_of
 from nimblec.kernels.alone import alone
 from nimblec.kernels.images import is_within_reach
 from nimblec.kernels.reductions.pool_op import pooling_shape
@@ -18,7 +18,7 @@ from nimblec.kernels.shapes import Pair
 
 aten = torch.ops.aten
 
-MAX, AVERAGE = aten.max_pool2d_with_indices.default, aten.avg_pool2d.default
+MAX, AVERAGE = POOLS
 ADAPTIVE, MEAN = aten._adaptive_avg_pool2d.default, aten.mean.dim
 
 

@@ -53,7 +53,7 @@ def fuse_attention(module: fx.GraphModule) -> None:
     rewriter = Rewriter(module)
     for node in rewriter.calls(ATTENTION):
         if fake(node).dim() != 4:
-            rewriter.replace(node, _of_four_axes(rewriter, node))
+            rewriter.replace(node, _with_one_batch(rewriter, node))
     for node in rewriter.calls(aten.baddbmm.default):
         if _leads_to_softmax(node):
             _take_apart(rewriter, node)
@@ -64,7 +64,7 @@ def fuse_attention(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _of_four_axes(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+def _with_one_batch(rewriter: Rewriter, node: fx.Node) -> fx.Node:
     """Return a call of attention with one axis before that of heads."""
 
     def folded(operand: fx.Node) -> fx.Node:
@@ -74,7 +74,7 @@ def _of_four_axes(rewriter: Rewriter, node: fx.Node) -> fx.Node:
     given = bound(node)
     mask = given["attn_mask"]
     if mask is not None and _leading(fake(mask)) == 1:
-        mask = rewriter.call(aten.reshape.default, mask, list(fake(mask).shape[-3:]), at=node)
+        mask = _four_axes(rewriter, mask, node)
     elif mask is not None:
         scores = [*fake(node).shape[:-1], fake(given["key"]).shape[-2]]
         mask = folded(rewriter.call(aten.expand.default, mask, scores, at=node))

@@ -20,22 +20,25 @@ def recognize_activations(module: fx.GraphModule) -> None:
     """
     rewriter = Rewriter(module)
     for node in reversed(rewriter.calls(aten.mul.Tensor)):
-        if not fake(node).dtype.is_floating_point:
-            continue
-        factor, parts = _factors(rewriter, node)
-        pairs = [(x, gate) for x, gate in (parts, parts[::-1]) if is_like(x, node)] if len(parts) == 2 else []
-        for x, gate in pairs:
-            if (approximate := _gelu(rewriter, factor, x, gate)) is not None:
-                rewriter.replace(node, rewriter.call(aten.gelu.default, x, approximate=approximate, at=node))
-            elif (inner := _silu(rewriter, x, gate)) is not None:
-                result = rewriter.call(aten.silu.default, inner[0], at=node)
-                if factor != inner[1]:
-                    result = rewriter.call(aten.mul.Tensor, result, factor / inner[1], at=node)
-                rewriter.replace(node, result)
-            else:
-                continue
-            break
+        activated = _activated(rewriter, node) if fake(node).dtype.is_floating_point else None
+        if activated is not None:
+            rewriter.replace(node, activated)
     rewriter.finish()
+
+
+def _activated(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the same value as an activation; None where ``node`` is none."""
+    factor, parts = _factors(rewriter, node)
+    for x, gate in (parts, parts[::-1]) if len(parts) == 2 else ():
+        if not is_like(x, node):
+            continue
+        if (approximate := _gelu(rewriter, factor, x, gate)) is not None:
+            return rewriter.call(aten.gelu.default, x, approximate=approximate, at=node)
+        if (read := _silu(rewriter, x, gate)) is not None:
+            scaled_x, scale = read
+            result = rewriter.call(aten.silu.default, scaled_x, at=node)
+            return result if factor == scale else rewriter.call(aten.mul.Tensor, result, factor / scale, at=node)
+    return None
 
 
 def _silu(rewriter: Rewriter, x: fx.Node, gate: fx.Node) -> tuple[fx.Node, float] | None:
