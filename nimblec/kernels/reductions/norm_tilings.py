@@ -33,13 +33,17 @@ class NormTiling(NumberedTiling):
 
 
 def norm_candidates(shape: Norm, gpu: GPU, *, limit: int = 4) -> list[NormTiling]:
-    """Return at most ``limit`` tilings, the best first by numbers per thread and warps per multiprocessor."""
+    """Return at most ``limit`` tilings, the best first by numbers per thread and warps per multiprocessor.
+
+    Blocks have several rows only where each multiprocessor has a block.
+    """
     found = []
     for block_r in (1, 2, 4, 8):
         for num_warps in (1, 2, 4, 8):
             # Numbers that one thread holds.
             numbers = block_r * shape.width / (32 * num_warps)
-            if (2 <= numbers <= 64 or (block_r, num_warps) == (1, 8)) and (block_r == 1 or block_r <= shape.rows):
+            is_busy = numbers >= 2 and ceil_div(shape.rows, block_r) >= gpu.multiprocessors
+            if (numbers <= 64 or (block_r, num_warps) == (1, 8)) and (block_r == 1 or is_busy):
                 found.append(NormTiling(block_r=block_r, num_warps=num_warps))
 
     def cost(tiling: NormTiling) -> tuple[float, list[int]]:
