@@ -96,12 +96,15 @@ class _Worker:
     def _start(self) -> "Recorders":
         """Import the framework, and begin to watch it before CUDA starts."""
         with self._reports.stage("import the framework"):
-            from nimblec.cuda.capture.allocator import BumpAllocator
-            from nimblec.cuda.capture.cupti import CodeRecorder
-            from nimblec.cuda.capture.record import Recorders
             from nimblec.kernels import triton_start
 
             triton_start.choose_assembler_and_cache()
+            if self._request.level > 1:
+                compiler()
+            from nimblec.cuda.capture.allocator import BumpAllocator
+            from nimblec.cuda.capture.cupti import CodeRecorder
+            from nimblec.cuda.capture.record import Recorders
+
         with self._reports.stage("initialise CUDA"):
             driver.bindings()
             code = CodeRecorder()
@@ -110,7 +113,6 @@ class _Worker:
             allocator = BumpAllocator()
             allocator.install()
             if self._request.level > 1:
-                compiler()
                 triton_start.begin()
         return Recorders(code, allocator)
 

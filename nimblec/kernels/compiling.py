@@ -1,7 +1,6 @@
 """Compile kernels ahead of their first launch, many at once, into Triton's cache on disk.
 
-A process that imports Triton but not torch, and needs no GPU, forks workers: the target is an argument. A launch then
-finds its kernel in the cache.
+A process without a GPU forks workers: the target is an argument. A launch then finds its kernel in the cache.
 """
 
 import importlib
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -112,7 +111,7 @@ def _text(job: Job, gpu: GPU) -> str:
 
 @cache
 def compiler() -> Compiler:
-    """Return the compiler of this process, started at the first call: early, as Triton takes seconds to import."""
+    """Return the compiler of this process, started at the first call: early, as its imports take seconds."""
     return Compiler()
 
 
@@ -187,31 +186,22 @@ def _compiled(text: str) -> str:
 def _main() -> None:
     """Compile lists of [number, job] from standard input, one a line; answer each job by [number, error].
 
-    The first job is compiled before workers are forked: they have what Triton initialises with it, seconds of a core.
+    What takes seconds comes before the first line, so that workers, forked with it, have it.
     """
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    import torch  # noqa: F401 - Triton imports it to look at the arguments of its first kernel
     from triton.runtime.cache import triton_key
 
     triton_key()  # hashes all of Triton
-
-    def reply(number: int, error: str) -> None:
-        replies.write(json.dumps([number, error]) + "\n")
-
-    with ExitStack() as stack:
-        pool: ProcessPoolExecutor | None = None
+    # Whoever times kernels meanwhile goes first.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork"), os.nice, (10,)) as pool:
         for line in sys.stdin:
-            jobs = json.loads(line)
-            if pool is None:
-                number, text = jobs.pop(0)
-                reply(number, _compiled(text))
-                # Whoever times kernels meanwhile goes first.
-                workers = ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork"), os.nice, (10,))
-                pool = stack.enter_context(workers)
-            futures = {pool.submit(_compiled, text): number for number, text in jobs}
+            futures = {pool.submit(_compiled, text): number for number, text in json.loads(line)}
             for future in as_completed(futures):
                 problem = future.exception()
-                reply(futures[future], repr(problem) if problem else future.result())
+                error = repr(problem) if problem else future.result()
+                replies.write(json.dumps([futures[future], error]) + "\n")
 
 
 if __name__ == "__main__":
