@@ -1,12 +1,14 @@
 """Functions of torch that a step computes by others, whose gradients can be captured or exported."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._decomp.decompositions import grid_sampler_2d
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 _MODES = {"bilinear": 0, "nearest": 1, "bicubic": 2}
@@ -54,7 +56,22 @@ def _grid_sample(
     return found
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> Tensor:
+    """Let attention that drops weights draw them by an operator of its own, not inside a kernel."""
+    with sdpa_kernel(SDPBackend.MATH) if dropout_p else nullcontext():
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
+
+
 _ALWAYS: dict[Any, Callable[..., Any]] = {
+    nn.functional.scaled_dot_product_attention: _attention,
+} | {
     pool: partial(_mean, pool, axes)
     for axes, pool in enumerate(
         (nn.functional.adaptive_avg_pool1d, nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_avg_pool3d), 1

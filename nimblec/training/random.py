@@ -128,6 +128,5 @@ def refuse_other_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if draws and not is_deterministic(func, args, kwargs):
         raise UnsupportedModelError(
             f"training_step: {func} draws random numbers inside its kernel: use dropout, torch.rand or "
-            "torch.bernoulli instead, and for attention the math backend "
-            "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))"
+            "torch.bernoulli instead"
         )

@@ -1,17 +1,19 @@
 """Random numbers of a training step: Philox as published, right in distribution, never the same twice."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import nimblec
 import nimblert
 from nimblec.base.errors import CompileError
 from nimblec.pytorch.philox import philox
+from nimblec.training.functions import OtherFunctions
 from nimblec.training.random import Draws
 
 MANY = 1 << 18
@@ -146,8 +148,29 @@ def test_what_cannot_be_drawn_is_a_sentence() -> None:
     assert "rrelu_with_noise" in refused(nn.Sequential(nn.Linear(3, 2), nn.RReLU()))
     assert "draws from a generator of its own" in refused(OwnGenerator(3, 2))
     assert "the backward pass draws random numbers" in refused(Checkpointed(3, 2))
-    with sdpa_kernel(SDPBackend.MATH):
-        assert "generator.offset" in dict(step_of(Attention(3, 2), x, y).named_buffers())
+
+
+class Backends(TorchFunctionMode):
+    """Notes whether each call of attention may use a kernel that drops weights inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_be_fused: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self.may_be_fused.append(torch.backends.cuda.mem_efficient_sdp_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_drops_weights_outside_its_kernel() -> None:
+    x = torch.ones(1, 1, 4, 3)
+    with Backends() as seen, OtherFunctions(exported=False):
+        for p in (0.5, 0.0):
+            nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+    assert seen.may_be_fused == [False, True]
+    optimized = step_of(Attention(3, 2), torch.randn(4, 3), torch.randint(0, 2, (4,)))
+    assert "generator.offset" in dict(optimized.named_buffers())
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
