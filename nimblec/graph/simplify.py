@@ -1,6 +1,8 @@
 """Calls that change nothing, and chains of views that are one view."""
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -19,7 +21,10 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.contiguous.default, a
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop calls without effect, join chains of reshapes or transposes, give convolutions numbers for all axes."""
+    """Drop calls without effect, join chains of reshapes or transposes, give convolutions numbers for all axes.
+
+    An axis that a reshape makes of several, and that is divided again behind a transpose, is never made.
+    """
     rewriter = Rewriter(module)
     fixed = fixed_strides(module.graph)
     for node in list(module.graph.nodes):
@@ -45,11 +50,38 @@ def _reshape(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
     source = argument(node, 0)
     if is_call(source, *RESHAPES) and not is_fixed:  # the reshape between may copy, which changes the strides
         source = argument(source, 0)
-    if fake(source).shape == fake(node).shape:
+    parts = _parts(fake(source).shape, fake(node).shape)
+    if is_call(source, *TRANSPOSES) and is_call(argument(source, 0), *RESHAPES) and parts and not is_fixed:
+        _divide_before(rewriter, node, source, parts)
+    elif fake(source).shape == fake(node).shape:
         rewriter.replace(node, source)
     elif source is not node.args[0] or node.target is not aten.reshape.default:
         # Unlike ``view``, ``reshape`` works whatever the strides of its argument.
         rewriter.replace(node, rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node))
+
+
+def _parts(shape: Sequence[int], finer: Sequence[int]) -> list[list[int]] | None:
+    """Return the lengths into which each axis of ``shape`` is divided; None where not each is divided by itself."""
+    left, parts = [*finer], []
+    for length in shape:
+        part: list[int] = []
+        while left and (not part or math.prod(part) < length):
+            part.append(left.pop(0))
+        if math.prod(part) != length:
+            return None
+        parts.append(part)
+    return None if left else parts
+
+
+def _divide_before(rewriter: Rewriter, node: fx.Node, transposed: fx.Node, parts: list[list[int]]) -> None:
+    """Replace a reshape of ``transposed`` that divides each axis into ``parts`` by a transpose of a reshape."""
+    order, source = permutation(transposed), argument(argument(transposed, 0), 0)
+    before = [parts[order.index(axis)] for axis in range(len(order))]
+    ends = [*accumulate(map(len, before), initial=0)]
+    shape = [length for part in before for length in part]
+    divided = rewriter.call(aten.reshape.default, source, shape, at=node)
+    axes = [place for axis in order for place in range(ends[axis], ends[axis + 1])]
+    rewriter.replace(node, rewriter.call(aten.permute.default, divided, axes, at=node))
 
 
 def _transpose(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:

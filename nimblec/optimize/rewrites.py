@@ -24,6 +24,7 @@ from nimblec.optimize.passes.numbers import inline_numbers
 from nimblec.optimize.passes.one_axis import convolve_as_images
 from nimblec.optimize.passes.pointwise import linear_convolutions
 from nimblec.optimize.passes.recurrent import pack_recurrent_weights
+from nimblec.optimize.passes.row_order import undo_row_orders
 from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.state import mark_writes, write_state
 from nimblec.optimize.passes.subexpressions import merge_equal_calls
@@ -84,6 +85,11 @@ FUSE = (
         run=canonicalize_masks,
         needs=(fuse_attention,),
         reason="the masks of written-out attention are arguments only once it is fused",
+    ),
+    Pass(
+        run=undo_row_orders,
+        needs=(join_batches, fuse_attention),
+        reason="simplify joins the transposes that it moves with those of attention",
     ),
     Pass(run=simplify, needs=(fuse_attention,), reason="views of fused attention are joined with the model's"),
     Pass(

@@ -81,7 +81,8 @@ MODELS: dict[str, tuple[Callable[[Tensor], Tensor], int, int, int]] = {  # norms
     "also the residual": (_also_the_residual, 1, 0, 0),
     "of a matrix, also the residual": (_of_a_matrix_also_the_residual, 1, 0, 0),
     "of no product": (lambda x: _linear(_norm(x.sin())), 1, 0, 0),
-    "rows moved": (lambda x: _linear(_norm(_linear(x)).transpose(0, 1)), 1, 0, 0),
+    "batch second": (lambda x: _linear(_norm(_linear(x)).transpose(0, 1)), 0, 1, 1),
+    "rows moved": (lambda x: _linear(_norm(_linear(x)).flip(0)), 1, 0, 0),
 }
 
 

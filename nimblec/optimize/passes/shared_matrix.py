@@ -1,11 +1,14 @@
 """Batched products by a constant that repeats one matrix become one product of all rows."""
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, fx
 
-from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
+from nimblec.graph.views import fixed_strides, permutation
+from nimblec.graph.vocabulary import TRANSPOSES
 
 aten = torch.ops.aten
 
@@ -23,13 +26,15 @@ def join_batches(module: fx.GraphModule) -> None:
 
     Torch decomposes ``linear`` over three axes or more that are not contiguous into this ``bmm``, and adds
     the bias by another call, which then folds into ``mm`` as for other linears. A product stays where
-    ``mm`` would have to copy rows that ``bmm`` reads in place.
+    ``mm`` would have to copy rows that ``bmm`` reads in place. Rows that lie in memory with the batch second
+    (of `torch.nn.MultiheadAttention` with its batch first) are multiplied in their order there.
     """
     rewriter = Rewriter(module)
     if rewriter.calls(aten.bmm.default):
         rewriter.propagate()
+    fixed = fixed_strides(module.graph)
     for constant in [node for node in module.graph.nodes if node.op == "get_attr"]:
-        calls = [user for user in constant.users if _multiplies_rows(user, constant)]
+        calls = [user for user in constant.users if _multiplies_rows(user, constant, is_fixed=user in fixed)]
         matrix = _matrix(rewriter, constant) if calls else None
         if matrix is not None:
             shared = rewriter.constant(matrix, at=constant)
@@ -38,7 +43,7 @@ def join_batches(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
+def _multiplies_rows(call: fx.Node, constant: fx.Node, *, is_fixed: bool) -> bool:
     """Return whether ``call`` multiplies rows by ``constant``, and one matrix of all rows costs no further copy.
 
     Either the rows lie in memory as one matrix, or neither of their last two axes has stride 1, so that
@@ -47,8 +52,13 @@ def _multiplies_rows(call: fx.Node, constant: fx.Node) -> bool:
     if not is_call(call, aten.bmm.default) or bound(call)["mat2"] is not constant or not fake(call).numel():
         return False
     x = fake(bound(call)["self"])
+    return _are_in_order(x) or 1 not in x.stride()[1:] or (_are_in_order(x.transpose(0, 1)) and not is_fixed)
+
+
+def _are_in_order(x: Tensor) -> bool:
+    """Return whether the rows of ``x`` (batch, rows, depth) lie in memory as one matrix."""
     batch, rows, _ = x.shape
-    return batch == 1 or rows == 1 or x.stride(0) == rows * x.stride(1) or 1 not in x.stride()[1:]
+    return batch == 1 or rows == 1 or x.stride(0) == rows * x.stride(1)
 
 
 def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
@@ -65,7 +75,12 @@ def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
 def _product(rewriter: Rewriter, call: fx.Node, matrix: fx.Node) -> fx.Node:
     """Return all rows times ``matrix``, as the batch that ``call`` returns."""
     x = bound(call)["self"]
-    batch, rows, depth = fake(x).shape
-    joined = rewriter.call(aten.reshape.default, x, [batch * rows, depth], at=call)
+    is_swapped = not _are_in_order(fake(x)) and _are_in_order(fake(x).transpose(0, 1))
+    if is_swapped:
+        is_undone = is_call(x, *TRANSPOSES) and permutation(x) == [1, 0, 2]
+        x = argument(x, 0) if is_undone else rewriter.call(aten.transpose.int, x, 0, 1, at=call)
+    *batch, depth = fake(x).shape
+    joined = rewriter.call(aten.reshape.default, x, [math.prod(batch), depth], at=call)
     product = rewriter.call(aten.mm.default, joined, matrix, at=call)
-    return rewriter.call(aten.reshape.default, product, list(fake(call).shape), at=call)
+    result = rewriter.call(aten.reshape.default, product, [*batch, fake(call).shape[2]], at=call)
+    return rewriter.call(aten.transpose.int, result, 0, 1, at=call) if is_swapped else result
