@@ -50,11 +50,11 @@ def _reshape(rewriter: Rewriter, node: fx.Node, *, is_fixed: bool) -> None:
     source = argument(node, 0)
     if is_call(source, *RESHAPES) and not is_fixed:  # the reshape between may copy, which changes the strides
         source = argument(source, 0)
-    parts = _parts(fake(source).shape, fake(node).shape)
-    if is_call(source, *TRANSPOSES) and is_call(argument(source, 0), *RESHAPES) and parts and not is_fixed:
-        _divide_before(rewriter, node, source, parts)
-    elif fake(source).shape == fake(node).shape:
+    is_between = is_call(source, *TRANSPOSES) and is_call(argument(source, 0), *RESHAPES) and not is_fixed
+    if fake(source).shape == fake(node).shape:
         rewriter.replace(node, source)
+    elif is_between and (parts := _parts(fake(source).shape, fake(node).shape)):
+        _divide_before(rewriter, node, source, parts)
     elif source is not node.args[0] or node.target is not aten.reshape.default:
         # Unlike ``view``, ``reshape`` works whatever the strides of its argument.
         rewriter.replace(node, rewriter.call(aten.reshape.default, source, list(fake(node).shape), at=node))

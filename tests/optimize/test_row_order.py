@@ -1,4 +1,4 @@
-"""Rows whose order a transpose of their product undoes are multiplied in the order in which they are read."""
+"""Rows that are transposed before a product, whose result is transposed back."""
 
 from collections.abc import Callable
 

@@ -1,29 +1,29 @@
-"""Products of rows in an order that a transpose of their result undoes."""
+"""Rows that are transposed before a product, whose result is transposed back."""
 
 import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
-from nimblec.graph.views import permutation
+from nimblec.graph.views import fixed_strides, permutation
 from nimblec.graph.vocabulary import LINEARS, RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
 
 
 def undo_row_orders(module: fx.GraphModule) -> None:
-    """Multiply rows in the order in which the product is read.
+    """Multiply rows in the order in which their product is read, and leave out both transposes.
 
-    `torch.nn.MultiheadAttention` with its batch first transposes what attention returns to (length, batch, ...), as
-    rows of its last product, and transposes the result back.
+    `torch.nn.MultiheadAttention` with its batch first transposes the results of attention to (length, batch, ...)
+    before its last product, and the product back.
     """
     rewriter = Rewriter(module)
+    fixed = fixed_strides(module.graph)
     for result in rewriter.calls(*TRANSPOSES):
         shaped = argument(result, 0)
-        if permutation(result) != [1, 0, 2] or not is_call(shaped, *RESHAPES) or only_user(shaped) is not result:
-            continue
-        product = argument(shaped, 0)
-        if is_call(product, *LINEARS) and only_user(product) is shaped:
-            _swap_rows(rewriter, product, result)
+        if permutation(result) == [1, 0, 2] and is_call(shaped, *RESHAPES) and result not in fixed:
+            product = argument(shaped, 0)
+            if is_call(product, *LINEARS) and only_user(shaped) is result and only_user(product) is shaped:
+                _swap_rows(rewriter, product, result)
     rewriter.finish()
 
 
