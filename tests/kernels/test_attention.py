@@ -69,6 +69,13 @@ def _vit(x: Tensor) -> Tensor:
     return functional.linear(_join(scaled_dot_product_attention(query, key, value)), OUT)
 
 
+def _batch_second(x: Tensor) -> Tensor:
+    """Attend to rows (length, batch, width), as `torch.nn.MultiheadAttention` does by default."""
+    products = (functional.linear(x, *each) for each in zip((QUERY, KEY, VALUE), VECTORS, strict=True))
+    query, key, value = (each.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for each in products)
+    return functional.linear(scaled_dot_product_attention(query, key, value).permute(2, 0, 1, 3).flatten(2), OUT)
+
+
 def _t5(x: Tensor) -> Tensor:
     """Return a bias for each head, no scale."""
     query, key, value = _projected(x)
@@ -108,6 +115,7 @@ MODELS: "dict[str, Callable[[Tensor], Tensor]]" = {
     "bert": _bert,
     "gpt2": _gpt2,
     "vit": _vit,
+    "batch second": _batch_second,
     "t5": _t5,
     "cross": _cross,
     "computed mask": _computed_mask,

@@ -29,12 +29,15 @@ def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_s
     value_size = value_size or size
     causal = how.get("causal", False)
     query = torch.randn(batch, queries, heads, size, dtype=dtype).transpose(1, 2)
+    if how.get("batch_second"):
+        query = query.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     joined = torch.randn(batch, keys, key_heads * (size + value_size), dtype=dtype)
     key, value = joined.split([key_heads * size, key_heads * value_size], -1)
     key, value = (part.unflatten(-1, (key_heads, -1)).transpose(1, 2) for part in (key, value))
     if how.get("key_first"):
         key = key.contiguous().mT.contiguous().mT
     made = prepared(attention, query, key, value, mask, causal, 0.2, tiling, "none")
+    assert (made.results.stride(0) < made.results.stride(1)) == how.get("batch_second", False)
     made.results.fill_(torch.nan)
     made.launch()
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
@@ -57,6 +60,7 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "one key": "check(5, 1, 64, [16, 32, 4, 1])",
     "MobileViT": "check(16, 16, 36, [16, 16, 2, 1], heads=4, key_heads=4)",
     "other odd sizes": "check(20, 33, 60, [16, 32, 4, 2], value_size=4)",
+    "batch second": "check(20, 33, 64, [16, 32, 4, 2], batch=3, batch_second=True)",
     "cross": "check(50, 77, 40, [32, 32, 4, 2])",
     "keys along memory": "check(33, 40, 64, [16, 32, 4, 2], key_first=True)",
     "shared keys": "check(33, 20, 64, [16, 32, 4, 1], heads=4, key_heads=2)",

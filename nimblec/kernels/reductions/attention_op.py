@@ -26,10 +26,11 @@ def _attention(
     trigger: str,
     out_factor: Tensor | None = None,
 ) -> Prepared[Tensor]:
-    """Return the attention (batch, queries, heads, value size), contiguous; with ``out_factor`` in bytes of e4m3."""
+    """Return the attention (batch, queries, heads, value size), without gaps; with ``out_factor`` in bytes of e4m3."""
     shape, tile = attention_shape(query, key, value, mask, causal=causal), AttentionTiling.of(tiling)
     dtype = query.dtype if out_factor is None else torch.uint8
-    out = query.new_empty((shape.batch, shape.queries, shape.heads, shape.value_size), dtype=dtype)
+    sizes, order = (shape.batch, shape.queries, shape.heads, shape.value_size), (*shape.row_order, 2, 3)
+    out = torch.empty_permuted(sizes, order, dtype=dtype, device=query.device)
     launch = Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
         blocks=tile.blocks(shape),
@@ -42,6 +43,8 @@ def _attention(
             "out_ptr": out,
         },
         settings={
+            "OUT_BATCH": out.stride(0),
+            "OUT_ROW": out.stride(1),
             "HEADS": shape.heads,
             "GROUP": shape.heads // shape.key_heads,
             "QUERIES": shape.queries,
@@ -81,7 +84,9 @@ def _attention_on_cpu(
     *_how: object,
     out_factor: Tensor | None = None,
 ) -> Tensor:
-    out = attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2).contiguous()
+    out = attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
+    order = *attention_shape(query, key, value, mask, causal=causal).row_order, 2, 3
+    out = out.permute(order).contiguous().permute(order)
     return out.to(query.dtype) if out_factor is None else to_bytes(out, out_factor)
 
 

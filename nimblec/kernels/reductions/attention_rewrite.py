@@ -64,7 +64,8 @@ def use_triton_attention(
 ) -> None:
     """Compute attention by one launch, which reads any strides in place, where ``choose`` finds it faster.
 
-    Results are laid out (batch, queries, heads, size), so that the transpose after them is free.
+    Results are laid out (batch, queries, heads, size), or with the batch second where queries have it second, so that
+    the transpose after them is free.
     """
     strides = output_strides(module)
     rewriter = Rewriter(module)
@@ -91,13 +92,14 @@ def requests(module: fx.GraphModule) -> Iterator[AttentionRequest]:
     fixed = any(node.target in BY_STRIDE for node in module.graph.nodes)
     for node in rewriter.calls(ATTENTION):
         request = _request(node)
-        if request and (not fixed or fake(node).stride() == _strides(fake(node))):
+        if request and (not fixed or fake(node).stride() == _strides(request)):
             yield request
 
 
-def _strides(result: Tensor) -> tuple[int, ...]:
+def _strides(request: AttentionRequest) -> tuple[int, ...]:
     """Return the strides of the kernel's result as (batch, heads, queries, size)."""
-    return torch.empty_like(result.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2).stride()
+    order = *(2 * axis for axis in request.shape.row_order), 1, 3
+    return torch.empty_permuted(fake(request.node).shape, order, device="meta").stride()
 
 
 def _request(node: fx.Node) -> AttentionRequest | None:

@@ -34,6 +34,12 @@ class Attention:
         return min(self.keys, self.queries) if self.causal else self.keys
 
     @property
+    def row_order(self) -> tuple[int, int]:
+        """The order in memory of batch (0) and queries (1) in results: the batch is second where queries have it so."""
+        batch, _, row, _ = self.query_strides
+        return (1, 0) if 0 < batch < row else (0, 1)
+
+    @property
     def spans(self) -> tuple[int, ...]:
         """The elements that queries, keys, values, results and mask each span in memory."""
         rows = (self.batch, self.heads, self.queries)

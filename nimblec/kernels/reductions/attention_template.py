@@ -22,6 +22,8 @@ def attention(
     mask_ptr,
     out_factor_ptr,
     out_ptr,
+    OUT_BATCH: tl.constexpr,
+    OUT_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -53,7 +55,7 @@ def attention(
     STAGES: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Attend with query (batch, heads, queries, size); write out (batch, queries, heads, value size) without gaps.
+    """Attend with query (batch, heads, queries, size); write out (batch, queries, heads, value size).
 
     Key and value have a head for each ``GROUP`` heads of the query. A mask of bits says which keys are
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
@@ -137,7 +139,7 @@ def attention(
 
     if mask_ptr is not None:
         total = tl.where(total == 0.0, 1.0, total)
-    out_offsets = ((batch * QUERIES + rows[:, None]) * HEADS + head) * VALUE_SIZE + across[None, :]
+    out_offsets = batch * OUT_BATCH + rows[:, None] * OUT_ROW + head * VALUE_SIZE + across[None, :]
     is_out = is_row & (across < VALUE_SIZE)[None, :]
     store(out_ptr + out_offsets, mixed / total[:, None], is_out, out_factor)
 
