@@ -62,16 +62,15 @@ def _attention(
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    **options: Any,
+    *given: Any,
+    **named: Any,
 ) -> Tensor:
     """Let attention that drops weights draw them by an operator of its own, not inside a kernel."""
     with sdpa_kernel(SDPBackend.MATH) if dropout_p else nullcontext():
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *given, **named)
 
 
-_ALWAYS: dict[Any, Callable[..., Any]] = {
-    nn.functional.scaled_dot_product_attention: _attention,
-} | {
+_ALWAYS: dict[Any, Callable[..., Any]] = {nn.functional.scaled_dot_product_attention: _attention} | {
     pool: partial(_mean, pool, axes)
     for axes, pool in enumerate(
         (nn.functional.adaptive_avg_pool1d, nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_avg_pool3d), 1

@@ -167,7 +167,7 @@ def test_attention_drops_weights_outside_its_kernel() -> None:
     x = torch.ones(1, 1, 4, 3)
     with Backends() as seen, OtherFunctions(exported=False):
         for p in (0.5, 0.0):
-            nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+            nn.functional.scaled_dot_product_attention(x, x, x, None, p, True, scale=0.5)
     assert seen.may_be_fused == [False, True]
     optimized = step_of(Attention(3, 2), torch.randn(4, 3), torch.randint(0, 2, (4,)))
     assert "generator.offset" in dict(optimized.named_buffers())
