@@ -76,7 +76,7 @@ def _parts(shape: Sequence[int], finer: Sequence[int]) -> list[list[int]] | None
 def _divide_before(rewriter: Rewriter, node: fx.Node, transposed: fx.Node, parts: list[list[int]]) -> None:
     """Replace a reshape of ``transposed`` that divides each axis into ``parts`` by a transpose of a reshape."""
     order, source = permutation(transposed), argument(argument(transposed, 0), 0)
-    before = [parts[order.index(axis)] for axis in range(len(order))]
+    before = [part for _, part in sorted(zip(order, parts, strict=True))]
     ends = [*accumulate(map(len, before), initial=0)]
     shape = [length for part in before for length in part]
     divided = rewriter.call(aten.reshape.default, source, shape, at=node)

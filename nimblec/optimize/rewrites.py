@@ -87,15 +87,19 @@ FUSE = (
         reason="the masks of written-out attention are arguments only once it is fused",
     ),
     Pass(
-        run=undo_row_orders,
-        needs=(join_batches, fuse_attention),
-        reason="simplify joins the transposes that it moves with those of attention",
-    ),
-    Pass(run=simplify, needs=(fuse_attention,), reason="views of fused attention are joined with the model's"),
-    Pass(
         run=drop_copies,
         needs=(fuse_attention,),
         reason="fused attention reads any strides, the products that it replaces do not",
+    ),
+    Pass(
+        run=undo_row_orders,
+        needs=(join_batches, drop_copies),
+        reason="it depends on the strides of attention, which are those of queries once copies are gone",
+    ),
+    Pass(
+        run=simplify,
+        needs=(fuse_attention, undo_row_orders),
+        reason="views of fused attention are joined with the model's, and transposes with those that were moved",
     ),
 )
 PRECISION = (

@@ -41,6 +41,16 @@ def test_transposes_are_undone(model: Callable[[Tensor], Tensor], transposes: in
     assert counts(after)["permute"] + counts(after)["transpose"] == transposes
 
 
+def test_rows_that_lie_as_they_are_multiplied_stay() -> None:
+    """As of attention with the batch second, whose result is read with the batch first."""
+
+    def model(x: Tensor) -> Tensor:
+        attended = x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        return _restored(_rows(attended) @ MATRIX).contiguous()
+
+    assert counts(checked(model, X, undo_row_orders))["transpose"] == 1
+
+
 @pytest.mark.parametrize("is_first", [False, True], ids=["batch second", "batch first"])
 def test_encoder_layers_copy_nothing(is_first: bool) -> None:
     torch.manual_seed(0)

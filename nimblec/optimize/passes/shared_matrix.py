@@ -6,9 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
-from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call
-from nimblec.graph.views import fixed_strides, permutation
-from nimblec.graph.vocabulary import TRANSPOSES
+from nimblec.graph.rewriter import Rewriter, bound, fake, is_call
+from nimblec.graph.views import fixed_strides
 
 aten = torch.ops.aten
 
@@ -34,25 +33,29 @@ def join_batches(module: fx.GraphModule) -> None:
         rewriter.propagate()
     fixed = fixed_strides(module.graph)
     for constant in [node for node in module.graph.nodes if node.op == "get_attr"]:
-        calls = [user for user in constant.users if _multiplies_rows(user, constant, is_fixed=user in fixed)]
+        orders = {user: _row_order(user, constant, is_fixed=user in fixed) for user in constant.users}
+        calls = {user: order for user, order in orders.items() if order is not None}
         matrix = _matrix(rewriter, constant) if calls else None
         if matrix is not None:
             shared = rewriter.constant(matrix, at=constant)
-            for call in calls:
-                rewriter.replace(call, _product(rewriter, call, shared))
+            for call, order in calls.items():
+                rewriter.replace(call, _product(rewriter, call, shared, order))
     rewriter.finish()
 
 
-def _multiplies_rows(call: fx.Node, constant: fx.Node, *, is_fixed: bool) -> bool:
-    """Return whether ``call`` multiplies rows by ``constant``, and one matrix of all rows costs no further copy.
+def _row_order(call: fx.Node, constant: fx.Node, *, is_fixed: bool) -> tuple[int, int] | None:
+    """Return the order of batch (0) and rows (1) in which one matrix of all rows costs no further copy, else None.
 
-    Either the rows lie in memory as one matrix, or neither of their last two axes has stride 1, so that
-    ``bmm`` copies them too (aten/src/ATen/native/cuda/Blas.cpp of PyTorch).
+    None too where ``call`` does not multiply rows by ``constant``. Either the rows lie in memory as one matrix, or
+    neither of their last two axes has stride 1, so that ``bmm`` copies them too (aten/src/ATen/native/cuda/Blas.cpp
+    of PyTorch). Another order than (0, 1) changes the strides of the result, which must not be ``is_fixed``.
     """
     if not is_call(call, aten.bmm.default) or bound(call)["mat2"] is not constant or not fake(call).numel():
-        return False
+        return None
     x = fake(bound(call)["self"])
-    return _are_in_order(x) or 1 not in x.stride()[1:] or (_are_in_order(x.transpose(0, 1)) and not is_fixed)
+    if not _are_in_order(x) and _are_in_order(x.transpose(0, 1)) and not is_fixed:
+        return 1, 0
+    return (0, 1) if _are_in_order(x) or 1 not in x.stride()[1:] else None
 
 
 def _are_in_order(x: Tensor) -> bool:
@@ -72,15 +75,11 @@ def _matrix(rewriter: Rewriter, constant: fx.Node) -> Tensor | None:
     return value[0] if len(value) == 1 else value[0].clone()
 
 
-def _product(rewriter: Rewriter, call: fx.Node, matrix: fx.Node) -> fx.Node:
-    """Return all rows times ``matrix``, as the batch that ``call`` returns."""
-    x = bound(call)["self"]
-    is_swapped = not _are_in_order(fake(x)) and _are_in_order(fake(x).transpose(0, 1))
-    if is_swapped:
-        is_undone = is_call(x, *TRANSPOSES) and permutation(x) == [1, 0, 2]
-        x = argument(x, 0) if is_undone else rewriter.call(aten.transpose.int, x, 0, 1, at=call)
+def _product(rewriter: Rewriter, call: fx.Node, matrix: fx.Node, order: tuple[int, int]) -> fx.Node:
+    """Return all rows times ``matrix``, as the batch that ``call`` returns, computed in an order of batch and rows."""
+    x = rewriter.call(aten.permute.default, bound(call)["self"], [*order, 2], at=call)
     *batch, depth = fake(x).shape
     joined = rewriter.call(aten.reshape.default, x, [math.prod(batch), depth], at=call)
     product = rewriter.call(aten.mm.default, joined, matrix, at=call)
     result = rewriter.call(aten.reshape.default, product, [*batch, fake(call).shape[2]], at=call)
-    return rewriter.call(aten.transpose.int, result, 0, 1, at=call) if is_swapped else result
+    return rewriter.call(aten.permute.default, result, [*order, 2], at=call)
