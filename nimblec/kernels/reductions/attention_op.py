@@ -29,8 +29,8 @@ def _attention(
     """Return the attention (batch, queries, heads, value size), without gaps; with ``out_factor`` in bytes of e4m3."""
     shape, tile = attention_shape(query, key, value, mask, causal=causal), AttentionTiling.of(tiling)
     dtype = query.dtype if out_factor is None else torch.uint8
-    sizes, order = (shape.batch, shape.queries, shape.heads, shape.value_size), (*shape.row_order, 2, 3)
-    out = torch.empty_permuted(sizes, order, dtype=dtype, device=query.device)
+    sizes = shape.batch, shape.queries, shape.heads, shape.value_size
+    out = torch.empty_permuted(sizes, shape.result_order, dtype=dtype, device=query.device)
     launch = Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
         blocks=tile.blocks(shape),
@@ -85,7 +85,7 @@ def _attention_on_cpu(
     out_factor: Tensor | None = None,
 ) -> Tensor:
     out = attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
-    order = *attention_shape(query, key, value, mask, causal=causal).row_order, 2, 3
+    order = attention_shape(query, key, value, mask, causal=causal).result_order
     out = out.permute(order).contiguous().permute(order)
     return out.to(query.dtype) if out_factor is None else to_bytes(out, out_factor)
 

@@ -98,8 +98,8 @@ def requests(module: fx.GraphModule) -> Iterator[AttentionRequest]:
 
 def _strides(request: AttentionRequest) -> tuple[int, ...]:
     """Return the strides of the kernel's result as (batch, heads, queries, size)."""
-    order = *(2 * axis for axis in request.shape.row_order), 1, 3
-    return torch.empty_permuted(fake(request.node).shape, order, device="meta").stride()
+    sizes = fake(request.node).transpose(1, 2).shape
+    return torch.empty_permuted(sizes, request.shape.result_order, device="meta").transpose(1, 2).stride()
 
 
 def _request(node: fx.Node) -> AttentionRequest | None:

@@ -34,10 +34,10 @@ class Attention:
         return min(self.keys, self.queries) if self.causal else self.keys
 
     @property
-    def row_order(self) -> tuple[int, int]:
-        """The order in memory of batch (0) and queries (1) in results: the batch is second where queries have it so."""
+    def result_order(self) -> tuple[int, ...]:
+        """The order in memory of results' axes (batch, queries, heads, value size): batch second as in queries."""
         batch, _, row, _ = self.query_strides
-        return (1, 0) if 0 < batch < row else (0, 1)
+        return (1, 0, 2, 3) if 0 < batch < row else (0, 1, 2, 3)
 
     @property
     def spans(self) -> tuple[int, ...]:
