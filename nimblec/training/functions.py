@@ -57,17 +57,11 @@ def _grid_sample(
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    *given: Any,
-    **named: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *more: Any, **how: Any
 ) -> Tensor:
     """Let attention that drops weights draw them by an operator of its own, not inside a kernel."""
     with sdpa_kernel(SDPBackend.MATH) if dropout_p else nullcontext():
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *given, **named)
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *more, **how)
 
 
 _ALWAYS: dict[Any, Callable[..., Any]] = {nn.functional.scaled_dot_product_attention: _attention} | {
