@@ -31,12 +31,12 @@ _NAMES = _POINTWISE | frozenset({
     "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
     "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
     "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
-    "reflection_pad2d", "replication_pad2d",
+    "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
 })
 """Names of the aten namespace, for all their overloads without out arguments."""
 
 _POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
-_STENCILS = _POOLS | {"upsample_bilinear2d"}
+_STENCILS = _POOLS | {"upsample_bilinear2d", "reflection_pad2d_backward"}
 
 _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean", "cat"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""

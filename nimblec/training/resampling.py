@@ -1,7 +1,7 @@
 """Pooling, resizing and padding in training, in terms of ATen operators that exporters know.
 
-Means over windows, interpolation and repeated borders are linear and work along one axis after the other: along each,
-they and their gradients are products with a matrix, which is what the operator makes of the identity.
+Means over windows, interpolation and padding by values within are linear and work along one axis after the other:
+along each, they and their gradients are products with a matrix, which is what the operator makes of the identity.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,12 +87,11 @@ def nearest(axes: int, x: Tensor, output_size: Sequence[int], *scales: float | N
     return x
 
 
-def replication_backward(axes: int, grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Return the gradient of repeating the border of the last ``axes``; ``padding`` begins with the last one's."""
+def padding_backward(pad: Callable[..., Tensor], axes: int, grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Return the gradient of padding the last ``axes`` as ``pad`` does two; ``padding`` begins with the last."""
 
     def along(images: Tensor, before: int, after: int) -> Tensor:
-        found: Tensor = aten.replication_pad2d(images, (0, 0, before, after))
-        return found
+        return pad(images, (0, 0, before, after))
 
     ends = reversed(list(zip(padding[::2], padding[1::2], strict=True)))
     return _back(grad, x.shape[-axes:], [partial(along, before=before, after=after) for before, after in ends])
@@ -157,9 +156,12 @@ RESAMPLING: dict[Any, Callable[..., Any]] = {
     aten.adaptive_max_pool3d_backward.default: partial(maximum_backward, 3),
     aten.max_pool2d_with_indices_backward.default: partial(maximum_backward, 2),
     aten.max_pool3d_with_indices_backward.default: partial(maximum_backward, 3),
-    aten.replication_pad1d_backward.default: partial(replication_backward, 1),
-    aten.replication_pad2d_backward.default: partial(replication_backward, 2),
-    aten.replication_pad3d_backward.default: partial(replication_backward, 3),
+    aten.replication_pad1d_backward.default: partial(padding_backward, aten.replication_pad2d, 1),
+    aten.replication_pad2d_backward.default: partial(padding_backward, aten.replication_pad2d, 2),
+    aten.replication_pad3d_backward.default: partial(padding_backward, aten.replication_pad2d, 3),
+    aten.reflection_pad1d_backward.default: partial(padding_backward, aten.reflection_pad2d, 1),
+    aten.reflection_pad2d_backward.default: partial(padding_backward, aten.reflection_pad2d, 2),
+    aten.reflection_pad3d_backward.default: partial(padding_backward, aten.reflection_pad2d, 3),
     aten.upsample_nearest1d_backward.default: partial(resize_backward, aten.upsample_nearest2d, 1),
     aten.upsample_nearest2d_backward.default: partial(resize_backward, aten.upsample_nearest2d, 2),
     aten.upsample_nearest3d_backward.default: partial(resize_backward, aten.upsample_nearest2d, 3),

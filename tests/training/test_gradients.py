@@ -20,7 +20,7 @@ Function = Callable[[Tensor], Tensor]
 
 LINE, IMAGE, VOLUME = (2, 3, 10), (2, 3, 8, 9), (2, 2, 4, 6, 5)
 ROWS = (5, 6)
-WORDS, BAGS = torch.tensor([0, 1, 4, 2]), torch.tensor([0, 2])
+WORDS, BAGS, ENDS = map(torch.tensor, ([0, 1, 4, 2], [0, 2], [0, 2, 4]))
 interpolate = partial(functional.interpolate, mode="bilinear")
 
 
@@ -62,15 +62,15 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Function]] = {
     "border, line": (LINE, lambda x: functional.pad(x, (2, 1), mode="replicate")),
     "border": (IMAGE, lambda x: functional.pad(x, (2, -1, 0, 3), mode="replicate")),
     "border, volume": (VOLUME, lambda x: functional.pad(x, (2, 1, 0, 3, 1, 1), mode="replicate")),
+    "mirror, line": (LINE, lambda x: functional.pad(x, (2, 1), mode="reflect")),
+    "mirror": (IMAGE, lambda x: functional.pad(x, (2, -1, 0, 3), mode="reflect")),
+    "mirror, volume": (VOLUME, lambda x: functional.pad(x, (2, 1, 0, 3, 1, 1), mode="reflect")),
     "grid": (IMAGE, lambda x: sampled(x, x)),
     "grid, corners": (IMAGE, lambda x: sampled(x, x, padding_mode="border", align_corners=True)),
     "grid, nearest": (IMAGE, lambda x: sampled(x, x.detach(), mode="nearest", padding_mode="reflection")),
     "sums of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, mode="sum", per_sample_weights=x[:4, 0])),
     "means of bags": (ROWS, lambda x: functional.embedding_bag(WORDS, x, BAGS, padding_idx=2)),
-    "bags with an end": (
-        ROWS,
-        lambda x: functional.embedding_bag(WORDS, x, torch.tensor([0, 2, 4]), include_last_offset=True),
-    ),
+    "bags with an end": (ROWS, lambda x: functional.embedding_bag(WORDS, x, ENDS, include_last_offset=True)),
     "products of rows": (ROWS, lambda x: functional.bilinear(x, x.sin(), x[:2, :, None].expand(2, 6, 6))),
     "norm of weights": (ROWS, lambda x: torch._weight_norm(x, x[:, :1].exp(), 0)),
     "norm of columns": (IMAGE, lambda x: torch._weight_norm(x, x[:1, :, :1, :1].exp(), 1)),
