@@ -19,6 +19,7 @@ from nimblec.kernels.reductions.norm_rewrite import NORM
 from nimblec.kernels.reductions.pool_rewrite import POOL
 from nimblec.kernels.selector import Family
 from nimblec.optimize.passes.channels_last import lay_float32_channels_last
+from nimblec.optimize.passes.float_products import split_products
 from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 from nimblec.optimize.rewrites import REGIONS, REWRITES
 
@@ -66,6 +67,7 @@ KERNELS = Pipeline(
     Phase(
         name="kernels",
         passes=(
+            Pass(run=split_products, reason="no kernel multiplies two matrices of which none is constant"),
             Pass(
                 run=lay_float32_channels_last,
                 reason="Triton kernels read images channels last in float32 too, where the library gains nothing by it",
