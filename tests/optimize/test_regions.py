@@ -290,6 +290,12 @@ def test_a_region_returns_no_view() -> None:
     assert [n.op for n in extracted.module.graph.nodes] == ["placeholder", "call_function", "call_function", "output"]
 
 
+def test_a_region_takes_the_place_of_its_first_call() -> None:
+    module = record(lambda x: ((x @ x).sin().cos() @ x, x @ x.t()), torch.zeros(3, 3))
+    called = [node.name for node in _as_calls(module, partition(module)).graph.nodes if node.op == "call_function"]
+    assert called[:4] == ["mm_default", "_lambda_", "getitem", "mm_default_1"]
+
+
 def test_random_calls_and_products_are_not_fused() -> None:
     x = torch.randn(4, 4)
     assert partition(record(lambda x: torch.mm(torch.bernoulli(x.sigmoid()), x).relu(), x)) == ()

@@ -126,10 +126,11 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
     graph = module.graph
     parts: dict[fx.Node, fx.Node] = {}
     written: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(graph.output_node()):
-        for target, extracts in replacements.items():
-            for extracted in extracts:
-                lists = (extracted.inputs, extracted.written) if extracted.written else (extracted.inputs,)
+    for target, extracts in replacements.items():
+        for extracted in extracts:
+            lists = (extracted.inputs, extracted.written) if extracted.written else (extracted.inputs,)
+            # Put any later, calls that need no region would come before it, and keep their results for long.
+            with graph.inserting_before(extracted.calls[0]):
                 call = graph.call_function(target, tuple(map(list, lists)))
                 call.meta["val"] = [node.meta["val"] for node in extracted.outputs]
                 own = (*extracted.outputs, *extracted.written.values())[0].meta.get("source", "")
@@ -137,7 +138,7 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
                 for i, node in enumerate(extracted.outputs):
                     parts[node] = graph.call_function(operator.getitem, (call, i))
                     parts[node].meta = dict(node.meta)
-                written |= dict.fromkeys(extracted.written, call)
+            written |= dict.fromkeys(extracted.written, call)
     _return_state(module, written)
     for node, part in parts.items():
         node.replace_all_uses_with(part)
