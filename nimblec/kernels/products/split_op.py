@@ -2,8 +2,8 @@
 
 A number of 24 bits is the sum of three of bfloat16. Of the nine products of two such sums the six largest matter, and
 they are one product of bfloat16 along an axis six times as long, the smallest first: tensor cores cut off what they add
-to a large sum. Source: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype for
-Higher-Precision Computations (ARITH 2019), there BF16x3 with six products.
+to a large sum. An infinite number gives NaN. Source: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial
+Intelligence Datatype for Higher-Precision Computations (ARITH 2019), there BF16x3 with six products.
 """
 
 import torch
