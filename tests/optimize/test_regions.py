@@ -183,6 +183,7 @@ IMAGE = torch.randn(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)).to
 
 BATCH_NORM = "_native_batch_norm_legit_no_training"
 ONES = [torch.ones(4)] * 4
+MIRRORED = torch.ops.aten.reflection_pad2d_backward.default
 
 
 def _names(regions: Sequence[Region]) -> list[list[str]]:
@@ -198,6 +199,7 @@ def _names(regions: Sequence[Region]) -> list[list[str]]:
         (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), "upsample_bilinear2d"),
         (lambda x: torch.roll(x, (1, 2), (2, 3)), "roll"),
         (lambda x: F.pad(x, (0, 1, 2, 3)), "constant_pad_nd"),
+        (lambda x: MIRRORED(x, x[:, :, 1:-1, 1:-1], [1] * 4), "reflection_pad2d_backward"),
         (lambda x: F.group_norm(x.contiguous(), 2), "native_group_norm"),
         (lambda x: torch.ops.aten._native_batch_norm_legit_no_training(x, *ONES, 0.1, 1e-5)[0], BATCH_NORM),
         (lambda x: torch.cat([x, x], 0), "cat"),

@@ -113,6 +113,13 @@ def test_a_gradient_is_pytorchs(name: str) -> None:
     assert torch.allclose(graph(other), gradient(function, other), rtol=1e-5, atol=1e-6)
 
 
+def test_on_a_gpu_the_gradient_of_a_mirror_is_one_call() -> None:
+    traced = partial(gradient, lambda x: functional.pad(x, (2, 1, 1, 2), mode="reflect"))
+    graph = make_fx(traced, decomposition_table=decompositions(exported=False), tracing_mode="fake")(drawn(IMAGE))
+    assert not [node for node in graph.graph.nodes if "masked_index" in str(node.target)]
+    assert [node for node in graph.graph.nodes if node.target is torch.ops.aten.reflection_pad2d_backward.default]
+
+
 class All(nn.Module):
     """All functions, each of a parameter of its own."""
 
