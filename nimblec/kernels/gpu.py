@@ -7,6 +7,8 @@ Trigger = Literal["none", "late"]
 """When a launch lets the next one start: when it ends, or after its own wait."""
 
 KIB = 1024
+_WIDE = frozenset({9, 10})
+"""Hopper and datacenter Blackwell multiply wide tiles by four warps, others by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +83,19 @@ class GPU:
         return self.capability >= (9, 0)
 
     @property
+    def has_wide_tensor_cores(self) -> bool:
+        """Whether four warps multiply together, and bfloat16 more than six times as fast as other units float32."""
+        return self.capability[0] in _WIDE
+
+    @property
     def trigger(self) -> Trigger:
         """How launches let the next one start."""
         return "late" if self.has_programmatic_launch else "none"
 
 
 def _speed(capability: tuple[int, int]) -> Speed:
-    """Return the speed of a GPU: Hopper and datacenter Blackwell multiply wide tiles by four warps, others by one."""
-    return Speed() if capability[0] in {9, 10} else Speed(narrow=1)
+    """Return the speed of a GPU."""
+    return Speed() if capability[0] in _WIDE else Speed(narrow=1)
 
 
 def _gpu(capability: tuple[int, int], *names: str, multiprocessors: int, shared_kib: int, l2_mib: int) -> GPU:

@@ -33,6 +33,7 @@ from nimblec.kernels.products.gemm_op import (
 )
 from nimblec.kernels.products.quantized_op import convolution_of_integers
 from nimblec.kernels.products.recurrence_op import gru_layer, lstm_layer
+from nimblec.kernels.products.split_op import split
 from nimblec.kernels.products.trained_op import (
     depthwise_convolution,
     depthwise_image_gradient,
@@ -141,6 +142,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         (ROWS, VECTOR, None, 1e-5, False, torch.float16, [1, 1], "late", _half(1, dtype=torch.float32)),
         {},
     ),
+    "split": (split, (_half(8, 4, dtype=torch.float32), 0, 1, "late"), {}),
     "sum and norm": (add_layer_norm, (ROWS, ROWS, VECTOR, VECTOR, 1e-5, True, torch.float32, [1, 1], "late"), {}),
 }
 
@@ -185,8 +187,8 @@ def test_a_launch_starts_early_only_if_its_kernel_waits(name: str, trigger: Trig
 def test_every_op_and_every_template_is_among_them() -> None:
     assert {op for op, *_ in CALLS.values()} == ops()
     told = {template for family in FAMILIES for template in family.templates}
-    # The tiling of attention to a cache follows from its sizes.
-    told.add("nimblec.kernels.reductions.cached_template")
+    # How they are launched follows from their sizes.
+    told |= {"nimblec.kernels.reductions.cached_template", "nimblec.kernels.products.split_template"}
     assert {_launch(name).template.partition(":")[0] for name in CALLS} == told
 
 

@@ -10,6 +10,7 @@ from rewriting import record
 from torch import Tensor, fx
 from triton_process import interpret, needs_triton, run
 
+from nimblec.kernels.gpu import GPU, SM_86, SM_90
 from nimblec.kernels.products.split_op import split
 from nimblec.optimize.passes import float_products
 from nimblec.optimize.passes.float_products import is_fast, split_products
@@ -57,9 +58,10 @@ def test_large_products_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_as_exact(_OnCPU(module).run(*given), given)
 
 
-def test_only_gpus_with_fast_tensor_cores_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    assert [is_fast(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu")] == [True, False, False]
+def test_only_gpus_with_wide_tensor_cores_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, gains in ((SM_86, False), (SM_90, True)):
+        monkeypatch.setattr(GPU, "current", lambda gpu=gpu: gpu)
+        assert [is_fast(torch.device(name)) for name in ("cuda", "cpu")] == [gains, False]
 
 
 INTERPRET = """

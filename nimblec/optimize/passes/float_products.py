@@ -4,6 +4,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, fake
+from nimblec.kernels.gpu import GPU
 from nimblec.kernels.products.gemm_match import arithmetic_of
 from nimblec.kernels.products.split_op import split
 
@@ -11,8 +12,6 @@ aten = torch.ops.aten
 
 _LEAST = 512
 """The shortest axis of a product that gains by it: the parts have to be written and read."""
-_FAST = frozenset({(9, 0), (10, 0)})
-"""GPUs whose tensor cores multiply bfloat16 far more than six times as fast as other units multiply float32."""
 
 
 def split_products(module: fx.GraphModule) -> None:
@@ -30,7 +29,7 @@ def split_products(module: fx.GraphModule) -> None:
 
 def is_fast(device: torch.device) -> bool:
     """Return whether it is a GPU that gains by it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in _FAST
+    return device.type == "cuda" and GPU.current().has_wide_tensor_cores
 
 
 def _is_split(rewriter: Rewriter, left: fx.Node, right: fx.Node) -> bool:
