@@ -23,28 +23,30 @@ _POINTWISE = frozenset({
 _NAMES = _POINTWISE | frozenset({
     # reductions
     "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
-    "_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
+    "_softmax", "_safe_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
     # normalisations
     "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training",
-    "_native_batch_norm_legit_functional", "_fused_rms_norm", "rms_norm",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_fused_rms_norm", "rms_norm",
     # copies and gathers
     "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
     "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
-    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
-    "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
+    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+    "_adaptive_avg_pool2d", "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
 })
 """Names of the aten namespace, for all their overloads without out arguments."""
 
-_POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
+_POOLS = frozenset({
+    "avg_pool2d", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d",
+})
 _STENCILS = _POOLS | {"upsample_bilinear2d", "reflection_pad2d_backward"}
 
 _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean", "cat"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
 
 _SLOW_ALONE = _STENCILS | _ONE_LAUNCH | {
-    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "roll", "flip", "constant_pad_nd", "reflection_pad2d", "replication_pad2d",
-    "slice_scatter", "select_scatter",
+    "upsample_nearest2d", "upsample_nearest1d", "native_group_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "roll", "flip", "constant_pad_nd",
+    "reflection_pad2d", "replication_pad2d", "slice_scatter", "select_scatter", "_safe_softmax",
 }
 """Calls that ATen computes by slow kernels or by several."""
 
