@@ -29,7 +29,7 @@ _NAMES = _POINTWISE | frozenset({
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_fused_rms_norm", "rms_norm",
     # copies and gathers
     "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
-    "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
+    "new_zeros", "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
     "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
     "_adaptive_avg_pool2d", "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
 })

@@ -89,6 +89,18 @@ def test_what_is_made_empty_holds_zeros() -> None:
     assert torch.equal(filled(X)[0], torch.zeros(2, 6, dtype=X.dtype))
 
 
+def test_a_mask_of_zeros_like_an_image_is_constant() -> None:
+    def build(call: Call, x: fx.Node) -> list[fx.Node]:
+        zeros, ones = (call(op, x, [3, 4]) for op in (aten.new_zeros.default, aten.new_ones.default))
+        large = call(aten.new_zeros.default, x, [GROWTH])
+        return [call(aten.mul.Tensor, x, call(aten.sub.Tensor, ones, zeros)), large]
+
+    before = _with_calls(build)
+    after = rewritten(before, fill_empty, fold_constants)
+    assert counts(after) == {"mul": 1, "new_zeros": 1}
+    assert_same(before, after, X)
+
+
 def test_circular_padding_reads_nothing_that_is_not_written() -> None:
     model = nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular").eval()
     module = trace(model, (torch.randn(1, 2, 5),), {}, device="cpu").module

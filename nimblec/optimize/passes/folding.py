@@ -16,17 +16,21 @@ GROWTH = 1 << 20
 weights."""
 
 
-def fill_empty(module: fx.GraphModule) -> None:
-    """Replace uninitialised tensors by zeros: in a graph of pure calls nothing writes into them.
+_FILLED = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
+"""Calls that take nothing but dtype and device from a tensor, and their values."""
 
-    Circular padding, for one, begins with an empty result, all parts of which it then replaces.
+
+def fill_empty(module: fx.GraphModule) -> None:
+    """Replace uninitialised tensors by zeros, and small ones of one number by calls that depend on nothing.
+
+    Nothing writes into either. Circular padding begins with an empty result, the masks of shifted windows with zeros.
     """
     rewriter = Rewriter(module)
     for node in list(module.graph.nodes):
-        if is_call(node, *ALLOCATIONS):
-            made = fake(node)
+        if is_call(node, *ALLOCATIONS) or (is_call(node, *_FILLED) and _nbytes([fake(node)]) <= GROWTH):
+            made, value = fake(node), _FILLED.get(node.target, 0)
             how = {"dtype": made.dtype, "device": made.device}
-            rewriter.replace(node, rewriter.call(aten.full.default, list(made.shape), 0, at=node, **how))
+            rewriter.replace(node, rewriter.call(aten.full.default, list(made.shape), value, at=node, **how))
     rewriter.finish()
 
 
