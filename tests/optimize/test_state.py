@@ -182,6 +182,20 @@ def test_a_training_step_copies_no_state(monkeypatch: pytest.MonkeyPatch, optimi
     assert calls["_foreach_add_"] == 1  # the batches that the norms have counted
 
 
+def test_the_counters_of_an_optimizer_are_copied_by_one_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 10))
+    made = torch.optim.AdamW(model.parameters(), 0.1, eps=1e-2)
+
+    def batch(seed: int) -> tuple[Tensor, Tensor]:
+        images, targets = training_steps.batch(seed)
+        return images.flatten(1)[:, :16], targets
+
+    module, *_ = nimblec.training_step(model, nn.functional.cross_entropy, made, batch(0))["train"]
+    calls = counts(check(module, batch, steps=3))
+    assert (calls["_foreach_copy_"], calls["copy_"]) == (1, 0)
+
+
 class Rounded(nn.Module):
     """Two vectors of integers change places, each rounded on its way."""
 

@@ -91,15 +91,22 @@ def write_state(module: fx.GraphModule) -> None:
 
 
 def _join_counters(rewriter: Rewriter, state: Collection[fx.Node]) -> None:
-    """Add to all counters that grow by the same number in one call: each batch norm counts its batches."""
-    counted: defaultdict[tuple[torch.dtype, int], list[fx.Node]] = defaultdict(list)
-    for node in rewriter.calls(aten.add_.Tensor):
-        counter, number = argument(node, 0), argument(node, 1)
-        if counter in state and type(number) is int and not node.users and not node.kwargs:
-            counted[fake(counter).dtype, number].append(node)
-    for (_, number), nodes in counted.items():
+    """Change counters together: batch norms add the same number to theirs, and Adam copies one for each weight."""
+    counted: defaultdict[tuple[OpOverload, torch.dtype, int | None], list[fx.Node]] = defaultdict(list)
+    for node in rewriter.calls(aten.add_.Tensor, aten.copy_.default):
+        counter, change = argument(node, 0), argument(node, 1)
+        if counter not in state or node.users or node.kwargs:
+            continue
+        if is_call(node, aten.copy_.default):
+            # A copy of other state must come before that is written.
+            if is_like(counter, change) and fake(counter).numel() == 1 and owner(change) not in state:
+                counted[aten._foreach_copy_.default, fake(counter).dtype, None].append(node)
+        elif type(change) is int:
+            counted[aten._foreach_add_.Scalar, fake(counter).dtype, change].append(node)
+    for (target, _, number), nodes in counted.items():
         if len(nodes) > 1:
-            joined = rewriter.call(aten._foreach_add_.Scalar, [argument(n, 0) for n in nodes], number, at=nodes[-1])
+            changes = [argument(n, 1) for n in nodes] if number is None else number
+            joined = rewriter.call(target, [argument(n, 0) for n in nodes], changes, at=nodes[-1])
             joined.meta["source"] = places.joined(node.meta.get("source", "") for node in nodes)
             for node in nodes:
                 rewriter.graph.erase_node(node)
