@@ -84,7 +84,7 @@ class GPU:
 
     @property
     def has_wide_tensor_cores(self) -> bool:
-        """Whether four warps multiply together, and bfloat16 more than six times as fast as other units float32."""
+        """Whether four warps multiply together: bfloat16 over six times as fast as other units multiply float32."""
         return self.capability[0] in _WIDE
 
     @property

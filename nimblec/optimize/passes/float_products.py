@@ -28,12 +28,12 @@ def split_products(module: fx.GraphModule) -> None:
 
 
 def is_fast(device: torch.device) -> bool:
-    """Return whether it is a GPU that gains by it."""
+    """Return whether split products are faster on a device."""
     return device.type == "cuda" and GPU.current().has_wide_tensor_cores
 
 
 def _is_split(rewriter: Rewriter, left: fx.Node, right: fx.Node) -> bool:
-    """Return whether a product is in float32, long along all axes, and of two matrices that lie without gaps."""
+    """Return whether a product is in float32, long along all axes, and of two matrices without gaps, none constant."""
     factors = (fake(left), fake(right))
     return (
         factors[0].dtype is torch.float32
@@ -47,7 +47,7 @@ def _is_split(rewriter: Rewriter, left: fx.Node, right: fx.Node) -> bool:
 def _factor(
     rewriter: Rewriter, matrix: fx.Node, side: int, known: dict[tuple[fx.Node, int], fx.Node], *, at: fx.Node
 ) -> fx.Node:
-    """Return the parts of the left (0) or right (1) factor, which lie as it does."""
+    """Return the parts of the left (0) or right (1) factor, in the memory order of the factor."""
     is_transposed = not fake(matrix).is_contiguous()
     if (matrix, side) not in known:
         stored = rewriter.call(aten.t.default, matrix, at=at) if is_transposed else matrix

@@ -121,7 +121,8 @@ def extract(region: Region, written: Mapping[fx.Node, fx.Node] = MappingProxyTyp
 def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[Extract]]) -> None:
     """Replace regions by calls of the ops that compute them, which take and return lists of tensors.
 
-    An op that writes state also takes a list of it, and comes after all other readers of it.
+    A call stands where the first call of its region stood. An op that writes state also takes a list of it, and comes
+    after all other readers of it.
     """
     graph = module.graph
     parts: dict[fx.Node, fx.Node] = {}
@@ -129,7 +130,7 @@ def replace(module: fx.GraphModule, replacements: Mapping[OpOverload, Sequence[E
     for target, extracts in replacements.items():
         for extracted in extracts:
             lists = (extracted.inputs, extracted.written) if extracted.written else (extracted.inputs,)
-            # Put any later, calls that need no region would come before it, and keep their results for long.
+            # At the end of the graph, regions would run after all other calls, whose results would be kept for long.
             with graph.inserting_before(extracted.calls[0]):
                 call = graph.call_function(target, tuple(map(list, lists)))
                 call.meta["val"] = [node.meta["val"] for node in extracted.outputs]
