@@ -27,6 +27,12 @@ def test_one_channel_gets_a_layout() -> None:
     assert fake(bound(request.head)["weight"]).shape == (8, 2, 1, 10)
 
 
+def test_one_channel_of_a_transposed_convolution_gets_a_layout() -> None:
+    x, weight = normal(1, 1, 5, 5, dtype=torch.float32), normal(1, 8, 4, 4, dtype=torch.float32)
+    after = checked(lambda x: functional.conv_transpose2d(x, weight), x, pad_single_channels, rtol=1e-4)
+    assert counts(after)["constant_pad_nd"] == 1
+
+
 def test_products_of_vectors_become_sums() -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
         row, column = torch.mm(x[:1], y), torch.addmm(x[0, :1], x, y[:, :1])

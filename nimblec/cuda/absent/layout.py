@@ -12,8 +12,8 @@ from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 
 aten = torch.ops.aten
 
-_ONE_CHANNEL = [0, 0, 0, 0, 0, 1]
-"""Padding after the channels."""
+_FIRST_AXIS, _SECOND_AXIS = [0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1]
+"""Padding with one more element of an axis of four."""
 
 
 def pad_single_channels(module: fx.GraphModule) -> None:
@@ -21,10 +21,12 @@ def pad_single_channels(module: fx.GraphModule) -> None:
     strides = output_strides(module)
     rewriter = Rewriter(module)
     for node in rewriter.calls(*CONVOLUTIONS):
-        images, weight = images_of(node), rewriter.value(bound(node)["weight"])
+        given = bound(node)
+        images, weight = images_of(node), rewriter.value(given["weight"])
         if fake(images).dim() == 4 and fake(images).shape[1] == 1 and weight is not None:
-            padded = rewriter.call(aten.constant_pad_nd.default, images, _ONE_CHANNEL, at=node)
-            weights = rewriter.constant(functional.pad(weight, _ONE_CHANNEL), at=node)
+            padded = rewriter.call(aten.constant_pad_nd.default, images, _SECOND_AXIS, at=node)
+            channels = _FIRST_AXIS if given.get("transposed") else _SECOND_AXIS
+            weights = rewriter.constant(functional.pad(weight, channels), at=node)
             node.args = (padded, weights, *node.args[2:])
     propagate_channels_last(module, DTYPES)
     restore_strides(module, strides)
