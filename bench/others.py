@@ -1,9 +1,9 @@
 """Peers other than torch.compile: AOTInductor, XLA through JAX, ONNX Runtime's CUDA provider, IREE.
 
-Usage: python -m bench.others [--gpus N] [--jobs J] [--add] | --markdown. Each peer is a process of its own (one of
-bench/*_peer.py), which measures while everything else is stopped (bench/turns.py). The figures are in
-bench/results/gpu/others.json; ours are those of peers.json. A peer that cannot run has a row with the reason. IREE
-measures the result of `bench.iree_peer compile` in the folder $IREE_RESNET50.
+Usage: python -m bench.others [--gpus N] [--jobs J] [--add] | --markdown. Each peer is a process (bench/*_peer.py) and
+measures while everything else is stopped (bench/turns.py). bench/results/gpu/others.json has their figures, peers.json
+ours. A peer's kernels are those of a trace, without gaps. IREE measures the result of `bench.iree_peer compile` in the
+folder $IREE_RESNET50. A peer that cannot run has a row with the reason.
 """
 
 import argparse
@@ -49,14 +49,13 @@ def _pair(theirs: str, own: str, _: str, peer: str, figures: Mapping[str, Any]) 
 
 
 def _error(_: str, peer: str, figures: Mapping[str, Any]) -> str:
-    found = figures[peer]
-    return f"does not run: {found['failed'][:100]}" if "failed" in found else f"{found['error']:.1e}"
+    return f"{found['error']:.1e}" if "error" in (found := figures[peer]) else f"does not run: {found['failed'][:100]}"
 
 
 COLUMNS: dict[str, Callable[[str, str, Mapping[str, Any]], str]] = {
     "model": lambda spec, _, __: short(spec),
     "peer": lambda _, peer, __: peer,
-    "kernels: peer / ours, us": partial(_pair, "kernels_us", "kernels_us"),
+    "kernels: peer (busy) / ours, us": partial(_pair, "busy_us", "kernels_us"),
     "call / our replay, us": partial(_pair, "call_us", "replay_us"),
     "call from numpy, us": partial(_pair, "numpy_us", "numpy_us"),
     "error": _error,

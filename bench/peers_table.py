@@ -21,6 +21,7 @@ COMPILED_MODES = ("compile", "freeze", "autotune")
 _NOISY = "~"
 _GROUPS = {
     "kernels_us": "kernels",
+    "busy_us": "kernels",
     "replay_us": "kernels",
     "call_us": "call",
     "numpy_us": "numpy",
