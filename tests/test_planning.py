@@ -100,6 +100,15 @@ def test_auto_keeps_order_within_noise(fastest: int, count: int) -> None:
     assert plan.programs[0].stream_count == count
 
 
+@pytest.mark.parametrize(("nbytes", "fastest", "count"), [(1 << 20, 970, 3), (1 << 30, 970, 1), (1 << 30, 940, 3)])
+def test_auto_adds_memory_only_for_speed(nbytes: int, fastest: int, count: int) -> None:
+    """Sixteen streams added 3 GB to the memory of a training step of BERT-base, and saved 2 % of its time."""
+    graph = dataflow((), (0,), (0,), (0,), (1,), (2,), (3,), (4, 5, 6), sizes=(64, *(nbytes,) * 6, 64))
+    timer = _StreamTimer({1: 1000, 2: 1000, 3: fastest})
+    timer.least_gain = 0.02
+    assert choose_schedule(graph, PROVENANCE, timer).schedule.stream_count == count
+
+
 def test_auto_keeps_captured_order_if_its_time_is_noisy() -> None:
     """Under load one stream seemed twice as slow as two, and was twice as fast on a quiet machine."""
     timer = _StreamTimer({1: 1000, 2: 500}, noisy=(1,))

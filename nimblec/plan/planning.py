@@ -44,6 +44,10 @@ _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
 _MOST_GOALS, _CLOSER = 4, 0.97
 _ESTIMATED_GAIN = 0.05
+_GAIN_FOR_MEMORY = 0.1
+"""The part of its time that a schedule must save if it doubles the memory of a process; in proportion otherwise."""
+_PROCESS_NBYTES = 1 << 28
+"""What a process takes without the plan, such as the context of a GPU."""
 
 T = TypeVar("T")
 
@@ -113,7 +117,7 @@ def choose_schedule(
     """Return the graph, joined by the best schedule found, with schedule and memory layout.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many streams, "auto" the
-    fastest as ``timer`` measures, never slower than "1"; where times are noisy, it is the captured order, with a note.
+    fastest by ``timer`` that is worth its memory; where times are noisy, it is the captured order, with a note.
     Policies "tied-..." keep launches with a captured programmatic edge one after the other. Without a ``timer``
     estimates decide, and equal graphs give equal results. If the arena exceeds ``memory_limit`` bytes, the fastest
     schedule that fits is taken, or tasks are recomputed by policies "recompute-..."; else raises CompileError.
@@ -144,7 +148,7 @@ def choose_schedule(
             graph, dag, fitting = _recomputing(graph, captured, memory_limit, most, join)
     if len(fitting) > 1:
         fitting = _with_times(graph, fitting, provenance, timer, join)
-    chosen = _choose(fitting, least_gain)
+    chosen = _choose(graph, fitting, least_gain)
     notes = (BUSY,) if chosen is fitting[0] and any(t.is_noisy for t in fitting) else ()
     if timer is None:
         graph = _with_durations(graph, [0] * len(graph.tasks))
@@ -306,14 +310,24 @@ def _needed_nbytes(graph: Graph, tried: _Tried, join: Join) -> int:
     return (tried.memory if join is _as_it_is else layout(graph, tried.schedule)).arena_nbytes
 
 
-def _choose(tried: Sequence[_Tried], least_gain: float) -> _Tried:
+def _choose(graph: Graph, tried: Sequence[_Tried], least_gain: float) -> _Tried:
     """Return the first schedule (the captured order) unless another one saves more than ``least_gain`` of its time.
 
-    Of those from which the fastest saves no more than that, the one with the least memory is taken. Other work only
-    adds to a time, so one that is noisy and short is short; but nothing can be compared with a noisy first one.
+    One that needs more memory must save enough for that, too. Of those from which the fastest saves no more than
+    ``least_gain``, the one with the least memory is taken. Other work only adds to a time, so one that is noisy and
+    short is short; but nothing can be compared with a noisy first one.
     """
-    fastest = min(t.duration_ns for t in tried)
-    as_fast = [t for t in tried if fastest >= t.duration_ns * (1 - least_gain)]
-    if tried[0].is_noisy or tried[0] in as_fast:
-        return tried[0]
-    return min(as_fast, key=lambda t: t.memory.arena_nbytes)
+    first = tried[0]
+    if first.is_noisy:
+        return first
+    kept = sum(b.nbytes for b in graph.buffers if b.kind in {BufferKind.CONSTANT, BufferKind.STATE})
+    memory = _PROCESS_NBYTES + kept + first.memory.arena_nbytes
+
+    def is_worth_its_memory(other: _Tried) -> bool:
+        added = (other.memory.arena_nbytes - first.memory.arena_nbytes) / memory
+        return other.duration_ns <= first.duration_ns * (1 - _GAIN_FOR_MEMORY * added)
+
+    worth = [first, *filter(is_worth_its_memory, tried[1:])]
+    fastest = min(t.duration_ns for t in worth)
+    as_fast = [t for t in worth if fastest >= t.duration_ns * (1 - least_gain)]
+    return first if first in as_fast else min(as_fast, key=lambda t: t.memory.arena_nbytes)
