@@ -40,6 +40,8 @@ _POOLS = frozenset({
 })
 _STENCILS = _POOLS | {"upsample_bilinear2d", "reflection_pad2d_backward"}
 
+_COPIES = frozenset({"clone", "constant_pad_nd", "reflection_pad2d", "replication_pad2d"})
+
 _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean", "cat"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
 
@@ -70,6 +72,11 @@ def is_fusible(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether each element of the result depends only on those at its place in the broadcast arguments."""
     return is_tagged_pointwise(node) or _name(node) in _POINTWISE
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Return whether each element of the result is one of the argument, in another place, or a constant."""
+    return _name(node) in _COPIES
 
 
 def is_counter(node: fx.Node) -> bool:

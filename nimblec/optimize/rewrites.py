@@ -24,6 +24,7 @@ from nimblec.optimize.passes.numbers import inline_numbers
 from nimblec.optimize.passes.one_axis import convolve_as_images
 from nimblec.optimize.passes.pointwise import linear_convolutions
 from nimblec.optimize.passes.recurrent import pack_recurrent_weights
+from nimblec.optimize.passes.rematerialize import rematerialize
 from nimblec.optimize.passes.row_order import undo_row_orders
 from nimblec.optimize.passes.shared_matrix import join_batches
 from nimblec.optimize.passes.state import mark_writes, write_state
@@ -221,9 +222,10 @@ REGIONS = Pipeline(
                 reason="kernels that read channels last have been chosen by now, and regions compute the copies",
             ),
             Pass(run=free_biases, reason="the regions that generate_regions forms add the biases"),
+            Pass(run=rematerialize, reason="equal calls are no longer merged, and regions join the copies"),
             Pass(
                 run=generate_regions,
-                needs=(mark_writes, attend_to_caches, lay_groups_contiguous, free_biases),
+                needs=(mark_writes, attend_to_caches, lay_groups_contiguous, free_biases, rematerialize),
                 takes=("at_any_cost",),
                 reason="no other pass knows what a region computes",
             ),

@@ -58,10 +58,10 @@ def partition(module: fx.GraphModule, may_join: Callable[[fx.Node], bool] = is_f
     for number, unit in enumerate(units.producers):
         if units.fusible[number] and not is_stencil(units.nodes[number]):
             for producer in sorted(unit, reverse=True):
-                if units.fusible[producer] and not _is_kept(units.nodes[producer], units.nodes[number]):
+                if units.fusible[producer] and not is_kept(units.nodes[producer], units.nodes[number]):
                     groups.merge(producer, number)
     for first, second in list(_alike(units, groups)):
-        if not _is_kept(units.nodes[first], units.nodes[second]):
+        if not is_kept(units.nodes[first], units.nodes[second]):
             groups.merge(first, second)
     found = ([units.nodes[n] for n in group] for group in groups.all() if units.fusible[group[0]])
     return tuple(tuple(calls) for calls in found if len(calls) > 1 or is_slow_alone(calls[0]))
@@ -79,7 +79,7 @@ def _alike(units: "_Units", groups: "_Groups") -> Iterator[tuple[int, int]]:
                 yield first, group[0]
 
 
-def _is_kept(call: fx.Node, later: fx.Node) -> bool:
+def is_kept(call: fx.Node, later: fx.Node) -> bool:
     """Return whether a call is of the forward pass, and a later one of the backward pass or the update."""
     (kept, *_), (read, *_) = (places(node.meta.get("source", "")) for node in (call, later))
     return kept.phase is Phase.FORWARD and kept.layer != LOSS and read.phase is not Phase.FORWARD
