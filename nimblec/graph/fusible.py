@@ -40,7 +40,7 @@ _POOLS = frozenset({
 })
 _STENCILS = _POOLS | {"upsample_bilinear2d", "reflection_pad2d_backward"}
 
-_COPIES = frozenset({"clone", "constant_pad_nd", "reflection_pad2d", "replication_pad2d"})
+_COPIES = frozenset({"clone", "constant_pad_nd", "reflection_pad2d", "repeat", "replication_pad2d"})
 
 _ONE_LAUNCH = _POOLS | {"mean", "sum", "amax", "amin", "var", "var_mean", "cat"}
 """Calls that ATen computes by one kernel, a few microseconds slower than a generated one."""
