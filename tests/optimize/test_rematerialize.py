@@ -1,6 +1,7 @@
 """Rematerialisation: what a backward pass computes again, and that a training step's results stay the same."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,10 @@ def test_what_reads_only_kept_values_is_computed_again(monkeypatch: pytest.Monke
     assert again == {"gelu": 1}
 
 
-def test_a_chain_is_computed_again_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = more_calls(monkeypatch, nn.Conv2d(3, 4, 3), nn.SiLU(), nn.ReflectionPad2d(1), nn.Conv2d(4, 4, 3))
-    assert (again["silu"], again["reflection_pad2d"]) == (1, 1)
+@pytest.mark.parametrize(("padding", "times"), [(1, 1), ((-1, 2, 1, -2), 2)])
+def test_a_chain_is_computed_again_as_a_whole(monkeypatch: pytest.MonkeyPatch, padding: Any, times: int) -> None:
+    again = more_calls(monkeypatch, nn.Conv2d(3, 4, 3), nn.SiLU(), nn.ReflectionPad2d(padding), nn.Conv2d(4, 4, 3))
+    assert (again["silu"], again["reflection_pad2d"]) == (times, 1)
 
 
 def test_a_norm_is_computed_again_where_generated_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

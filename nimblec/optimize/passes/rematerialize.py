@@ -1,6 +1,6 @@
 """Rematerialisation: the backward pass of a training step computes cheap activations again instead of keeping them.
 
-After T. Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), where it costs a read and a write at most.
+After T. Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for results that cost one pass over memory.
 """
 
 import operator
@@ -24,12 +24,13 @@ _LEAST_NBYTES = 1 << 22
 def rematerialize(module: fx.GraphModule) -> None:
     """Compute large pointwise results, copies and norms again in the backward pass, from values that it reads anyway.
 
-    These are results like those of GELU, dropout and padding. What needs the result of a norm is computed again only
-    where generated kernels read it.
+    These are results like those of GELU, dropout and padding. A result that depends on a norm's is computed again only
+    inside the generated kernels that read it.
     """
     rewriter = Rewriter(module)
     for node in rewriter.calls(aten.reflection_pad2d_backward.default):
-        _read_only_the_gradient(rewriter, node)
+        if min(bound(node)["padding"]) >= 0:
+            _drop_image(rewriter, node)
     readers = _readers(module.graph)
     cheap = _cheap(module.graph, readers)
     copies: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
@@ -37,7 +38,7 @@ def rematerialize(module: fx.GraphModule) -> None:
     def again(node: fx.Node, reader: fx.Node) -> fx.Node:
         if owner(node) not in cheap or not is_kept(owner(node), reader):
             return node
-        # A generated kernel makes a copy of its own, and writes it nowhere.
+        # A generated kernel computes its own copy and does not store it.
         key = node, reader if is_fusible(reader) else None
         if key not in copies:
             copies[key] = _copy(rewriter, node, reader, lambda source: again(source, reader))
@@ -50,17 +51,17 @@ def rematerialize(module: fx.GraphModule) -> None:
     rewriter.finish()
 
 
-def _read_only_the_gradient(rewriter: Rewriter, padding: fx.Node) -> None:
-    """Pass a gradient of padding a part of its gradient for the image, of which it reads the shape alone."""
+def _drop_image(rewriter: Rewriter, padding: fx.Node) -> None:
+    """Give the backward call of a padding, which reads only the shape of its image, a crop of its gradient instead."""
     given = bound(padding)
     (left, _, top, _), (height, width) = given["padding"], fake(given["self"]).shape[-2:]
     rows = rewriter.call(aten.slice.Tensor, given["grad_output"], -2, top, top + height, at=padding)
-    part = rewriter.call(aten.slice.Tensor, rows, -1, left, left + width, at=padding)
-    padding.replace_input_with(given["self"], part)
+    crop = rewriter.call(aten.slice.Tensor, rows, -1, left, left + width, at=padding)
+    padding.replace_input_with(given["self"], crop)
 
 
 def _readers(graph: fx.Graph) -> Mapping[fx.Node, Sequence[fx.Node]]:
-    """Return the values of the forward pass that the backward pass reads, and its calls that read them."""
+    """Map each value of the forward pass that the backward pass reads to the backward calls that read it."""
     readers: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and owner(node) is node:
@@ -73,7 +74,7 @@ def _readers(graph: fx.Graph) -> Mapping[fx.Node, Sequence[fx.Node]]:
 def _cheap(graph: fx.Graph, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> Collection[fx.Node]:
     """Return the values to compute again, and those between them and what is read anyway.
 
-    What is computed from parameters and inputs alone, like a cast weight, is kept: a small batch would not pay for it.
+    Results of parameters and inputs alone, such as cast weights, are kept: computing them slows small batches.
     """
     cheap: set[fx.Node] = set()
     normed: set[fx.Node] = set()
@@ -115,7 +116,7 @@ def _parts(node: fx.Node) -> tuple[fx.Node, *tuple[fx.Node | None, ...]]:
 
 
 def _copy(rewriter: Rewriter, node: fx.Node, reader: fx.Node, again: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """Compute a cheap result before ``reader``."""
+    """Return a copy of a cheap result, computed before ``reader``."""
     if not _is_norm(node):
         with rewriter.graph.inserting_before(reader):
             copied = rewriter.graph.node_copy(node, again)
