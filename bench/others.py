@@ -49,7 +49,8 @@ def _pair(theirs: str, own: str, _: str, peer: str, figures: Mapping[str, Any]) 
 
 
 def _error(_: str, peer: str, figures: Mapping[str, Any]) -> str:
-    return f"{found['error']:.1e}" if "error" in (found := figures[peer]) else f"does not run: {found['failed'][:100]}"
+    found = figures[peer]
+    return f"does not run: {found['failed'][:100]}" if "failed" in found else f"{found['error']:.1e}"
 
 
 COLUMNS: dict[str, Callable[[str, str, Mapping[str, Any]], str]] = {

@@ -19,19 +19,8 @@ COMPILED_MODES = ("compile", "freeze", "autotune")
 """Modes of torch.compile, whose time is that of the fastest."""
 
 _NOISY = "~"
-_GROUPS = {
-    "kernels_us": "kernels",
-    "busy_us": "kernels",
-    "replay_us": "kernels",
-    "call_us": "call",
-    "numpy_us": "numpy",
-    "other_order_us": "other_order",
-    "page_locked_us": "page_locked",
-    "launch_us": "launch",
-    "chain_us": "chain",
-    "token_us": "token",
-}
-"""The group of each clock: its clocks are sampled together (`bench.clocks.quietest`)."""
+_GROUPS = {"replay_us": "kernels", "busy_us": "kernels"}
+"""The group of a clock, unless it is called like its clock: a group is sampled together (`bench.clocks.quietest`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +113,8 @@ def cell(figures: Figures, mode: str | None, clock: str, digits: int = 0) -> str
     """Return a median in microseconds, marked where the machine was not quiet."""
     if mode is None or math.isinf(microseconds(figures, mode, clock)):
         return MISSING
-    noisy = _NOISY if _GROUPS[clock] in figures[mode].get("noisy", ()) else ""
+    group = _GROUPS.get(clock, clock.removesuffix("_us"))
+    noisy = _NOISY if group in figures[mode].get("noisy", ()) else ""
     return noisy + number(microseconds(figures, mode, clock), digits)
 
 
