@@ -156,7 +156,7 @@ def compile(  # noqa: A001  # the word that users look for; nimblec.compile shad
       nodes before and after ONNX Runtime's optimiser.
     - ``refittable``: keep in the plan how weights are folded and repacked, so that `nimblert.Executable.refit` can
       replace them; a note says what it costs.
-    - ``streams``: "auto" (the fastest of several schedules, timed on this machine), "max", or a number of streams.
+    - ``streams``: "auto" (the fastest schedule, timed here, that is worth its memory), "max", or a number of streams.
     - ``memory_limit``: the largest arena (memory for results within a run) to accept, in bytes or as "64MiB",
       "1.5GB". Where no schedule fits, results are recomputed instead of kept.
     - ``reproducible``: no measured time decides or is stored, so that builds do not depend on the load of the

@@ -152,7 +152,7 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="auto|1|max|N",
     help="1: one stream, in the model's order. max: as many streams as the model can use. N: at most N. auto: the "
-    "fastest of several schedules, timed on this machine.",
+    "fastest of several schedules, timed on this machine, that is worth its memory.",
 )
 @click.option(
     "--memory-limit",

@@ -13,7 +13,7 @@ from nimblec.optimize.pipeline import Pass, Phase, Pipeline
 aten = torch.ops.aten
 
 _FIRST_AXIS, _SECOND_AXIS = [0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1]
-"""Padding with one more element of an axis of four."""
+"""How to pad four axes with one more element of the first, and of the second."""
 
 
 def pad_single_channels(module: fx.GraphModule) -> None:
