@@ -41,17 +41,18 @@ def test_what_reads_only_kept_values_is_computed_again(monkeypatch: pytest.Monke
     assert again == {"gelu": 1}
 
 
-@pytest.mark.parametrize(("padding", "times"), [(1, 1), ((-1, 2, 1, -2), 2)])
-def test_a_chain_is_computed_again_as_a_whole(monkeypatch: pytest.MonkeyPatch, padding: Any, times: int) -> None:
+@pytest.mark.parametrize("padding", [1, (-1, 2, 1, -2)])
+def test_a_chain_is_computed_again_as_a_whole(monkeypatch: pytest.MonkeyPatch, padding: Any) -> None:
     again = more_calls(monkeypatch, nn.Conv2d(3, 4, 3), nn.SiLU(), nn.ReflectionPad2d(padding), nn.Conv2d(4, 4, 3))
-    assert (again["silu"], again["reflection_pad2d"]) == (times, 1)
+    assert (again["silu"], again["reflection_pad2d"]) == (1, 1)
 
 
 def test_a_norm_is_computed_again_where_generated_kernels_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = nn.InstanceNorm2d(4, affine=True)
     again = more_calls(monkeypatch, nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.ReflectionPad2d(1), nn.Conv2d(4, 4, 3))
     assert (again["relu"], again["reflection_pad2d"], again["sub"]) == (2, 1, 2)
-    assert not more_calls(monkeypatch, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    for reader in (nn.Conv2d(4, 4, 3), nn.MaxPool2d(2)):
+        assert not more_calls(monkeypatch, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), reader)
 
 
 def test_what_the_backward_pass_does_not_read_is_not_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

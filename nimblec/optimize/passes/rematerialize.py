@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from nimblec.graph.fusible import is_copy, is_fusible, is_pointwise
+from nimblec.graph.fusible import is_copy, is_fusible, is_pointwise, is_stencil
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, owner
 from nimblec.optimize.passes.partition import is_kept
 
@@ -38,8 +38,8 @@ def rematerialize(module: fx.GraphModule) -> None:
     def again(node: fx.Node, reader: fx.Node) -> fx.Node:
         if owner(node) not in cheap or not is_kept(owner(node), reader):
             return node
-        # A generated kernel computes its own copy and does not store it.
-        key = node, reader if is_fusible(reader) else None
+        # Where a generated kernel computes its own copy, it does not store it.
+        key = node, reader if _computes_arguments(reader) else None
         if key not in copies:
             copies[key] = _copy(rewriter, node, reader, lambda source: again(source, reader))
         return copies[key]
@@ -84,13 +84,19 @@ def _cheap(graph: fx.Graph, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> Col
         if not sources or any(call not in readers and call not in cheap for call in calls):
             continue
         needs_norm = _is_norm(node) or not normed.isdisjoint(sources)
+        is_worth_it = not needs_norm or all(map(_computes_arguments, readers.get(node, ())))
         if node not in readers:
             cheap.add(node)
             if needs_norm:
                 normed.add(node)
-        elif calls and fake(node).nbytes >= _LEAST_NBYTES and (not needs_norm or all(map(is_fusible, readers[node]))):
+        elif calls and is_worth_it and fake(node).nbytes >= _LEAST_NBYTES:
             cheap.add(node)
     return cheap
+
+
+def _computes_arguments(reader: fx.Node) -> bool:
+    """Return whether a generated kernel computes a call together with its arguments."""
+    return is_fusible(reader) and not is_stencil(reader)
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
