@@ -2,14 +2,14 @@
 
 import ctypes
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from nimblec.base.errors import UnsupportedModelError
-from nimblec.base.ir import BufferKind
+from nimblec.base.ir import BufferKind, Graph, KernelWork
 from nimblec.cuda.capture import foreign, tasks
 from nimblec.cuda.capture.allocator import STEP_NBYTES, Place, Shift
 from nimblec.cuda.capture.buffers import BufferTable
@@ -152,19 +152,7 @@ def test_relocation_refuses_earlier_memory(
     asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
 ) -> None:
     """The kernel has the address twice, as stale padding may; the op reads a tensor there, or none."""
-    params = [_pack(address, DEVICE, DEVICE + 520) for address in (FIRST[0], SECOND[0])]
-    monkeypatch.setattr(tasks, "node_handles", lambda graph: [graph])
-    monkeypatch.setattr(tasks, "read_node", lambda node: _kernel(params[node]))
-    monkeypatch.setattr(tasks, "triggers", lambda *_: ())
-    reads, writes = (tuple(ByteRange(begin=a, end=a + 8) for a in found) for found in (read, FIRST[:1]))
-    op = OpRecord(name="aten.le", source="head", first_node=0, end_node=1, reads=reads, writes=writes)
-    first, second = (SimpleNamespace(handle=n, ops=(op,), regions=()) for n in range(2))
-    earlier, memory = _earlier(others={DEVICE}), foreign.ForeignMemory()
-    code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"")
-    building = partial(
-        tasks.build_graph, first, second, code=code, relocator=Relocator(Shift(FIRST, SHIFT), earlier, memory),
-        buffers=BufferTable(_Zone(FIRST[0]), earlier, memory, {}), inputs=(), outputs=(),
-    )  # fmt: skip
+    building = _building(monkeypatch, [(FIRST[0], DEVICE, DEVICE + 520)], [(read, FIRST[:1])])
     if read:
         with pytest.raises(UnsupportedModelError, match=r"^aten\.le in head: 512 bytes that were allocated before"):
             building()
@@ -172,6 +160,48 @@ def test_relocation_refuses_earlier_memory(
         (buffer,) = building().buffers
         assert (buffer.kind, buffer.nbytes) == (BufferKind.TEMPORARY, 512)
     assert not asked
+
+
+@pytest.mark.parametrize("read", [(), (FIRST[0],)])
+def test_a_pointer_to_a_tensor_of_another_op_is_stale(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, read: tuple[int, ...]
+) -> None:
+    """As in lists of fewer tensors than they have room for; a kernel may point to any tensor of its own op."""
+    own = FIRST[0] + 512
+    graph = _building(monkeypatch, [(FIRST[0],), (FIRST[0], own)], [((), FIRST[:1]), (read, [own])])()
+    second = graph.tasks[1]
+    assert isinstance(second.work, KernelWork)
+    assert [access.buffer for access in second.reads] == [0] * len(read)
+    assert [reference.param_offset for reference in second.work.references] == ([0, 8] if read else [8])
+    assert not asked
+
+
+def _building(
+    monkeypatch: pytest.MonkeyPatch,
+    pointers: Sequence[Sequence[int]],
+    tensors: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> Callable[[], Graph]:
+    """Return what builds the graph of one kernel per op: its pointers, and the tensors that the op reads and writes."""
+    zone = _Zone(FIRST[0])
+    moves = {address: SHIFT + i * STEP_NBYTES for i, address in enumerate(zone.addresses)}
+    nodes = [
+        [_kernel(_pack(*(a + moved * moves.get(a, 0) for a in kernel))) for kernel in pointers] for moved in range(2)
+    ]
+    monkeypatch.setattr(tasks, "node_handles", lambda number: nodes[number])
+    monkeypatch.setattr(tasks, "read_node", lambda node: node)
+    monkeypatch.setattr(tasks, "triggers", lambda *_: ())
+    ops = []
+    for number, of in enumerate(tensors):
+        reads, writes = (tuple(ByteRange(begin=a, end=a + 8) for a in found) for found in of)
+        place = {"first_node": number, "end_node": number + 1}
+        ops.append(OpRecord(name="aten.le", source="head", **place, reads=reads, writes=writes))
+    first, second = (SimpleNamespace(handle=n, ops=tuple(ops), regions=()) for n in range(2))
+    earlier, memory = _earlier(others={DEVICE}), foreign.ForeignMemory()
+    code = SimpleNamespace(digest=lambda _: b"", shrunk=lambda *_: b"")
+    return partial(
+        tasks.build_graph, first, second, code=code, relocator=Relocator(Shift([*moves], SHIFT), earlier, memory),
+        buffers=BufferTable(zone, earlier, memory, {}), inputs=(), outputs=(),
+    )  # fmt: skip
 
 
 def _kernel(params: bytes) -> KernelNode:

@@ -120,6 +120,7 @@ class _TaskReader:
     ) -> None:
         self._kernels = kernels
         self._declared = {span.allocation for op in launched for span in op.writes}
+        self._tensors = {span.allocation for op in launched for span in (*op.reads, *op.writes)}
         self._relocator = relocator
         self._buffers = buffers
 
@@ -152,14 +153,15 @@ class _TaskReader:
                 node.params, twin.params, reports=reports, declared=_declared_earlier(launched)
             )
             kernel = self._kernels.add(node)
-        touched = dict.fromkeys(allocation_of(t) for _, t in relocated.targets)
+        targets = [(at, target) for at, target in relocated.targets if not self._is_stale(launched, target)]
+        touched = dict.fromkeys(allocation_of(t) for _, t in targets)
         reads, writes = self._accesses(launched, touched)
         work = KernelWork(
             kernel=kernel,
             params=relocated.params,
             references=tuple(
                 Reference(param_offset=at, buffer=self._buffers.number(allocation_of(t)), offset=t.offset)
-                for at, t in relocated.targets
+                for at, t in targets
             ),
             grid=node.grid,
             block=node.block,
@@ -169,6 +171,12 @@ class _TaskReader:
         )
         access = self._buffers.access
         return Task(op=op, work=work, reads=tuple(map(access, reads)), writes=tuple(map(access, writes)))
+
+    def _is_stale(self, op: _Launched, target: Target) -> bool:
+        """Return whether a pointer is left over from another op, in a list of tensors that this op did not fill."""
+        allocation = allocation_of(target)
+        is_anothers = allocation in self._tensors and self._buffers.is_temporary(allocation)
+        return is_anothers and not op.opaque and all(s.allocation != allocation for s in (*op.reads, *op.writes))
 
     def _accesses(self, op: _Launched, touched: dict[Allocation, None]) -> tuple[list[Span], list[Span]]:
         """Return what a kernel reads and writes: those tensors of its op that it has a pointer to.
