@@ -30,14 +30,12 @@ _NAMES = _POINTWISE | frozenset({
     # copies and gathers
     "cat", "stack", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "roll", "flip",
     "new_zeros", "repeat", "reshape", "slice_scatter", "select_scatter", "upsample_nearest2d", "upsample_nearest1d",
-    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
-    "_adaptive_avg_pool2d", "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
+    "upsample_bilinear2d", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
+    "reflection_pad2d", "reflection_pad2d_backward", "replication_pad2d",
 })
 """Names of the aten namespace, for all their overloads without out arguments."""
 
-_POOLS = frozenset({
-    "avg_pool2d", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d",
-})
+_POOLS = frozenset({"avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d"})
 _STENCILS = _POOLS | {"upsample_bilinear2d", "reflection_pad2d_backward"}
 
 _COPIES = frozenset({"clone", "constant_pad_nd", "reflection_pad2d", "repeat", "replication_pad2d"})

@@ -434,19 +434,12 @@ def test_inductor_compiles_each_kind_of_region_once() -> None:
     assert compile_regions(before).code == after.code
 
 
-def _pooled_back(x: Tensor) -> Tensor:
-    window = [3, 3], [2, 2], [1, 1], [1, 1], False
-    y, places = torch.ops.aten.max_pool2d_with_indices(x, *window)
-    return torch.ops.aten.max_pool2d_with_indices_backward(y, x, *window, places)
-
-
 @pytest.mark.parametrize(
     "call",
     [
         lambda x: torch.ops.aten._safe_softmax(x.masked_fill(x > -1, -torch.inf), -1),
         lambda x: torch.ops.aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.1, 1e-5)[0],
         lambda x: MIRRORED(x, x[:, :, 1:-1, 1:-1], [1] * 4),
-        _pooled_back,
     ],
 )
 def test_calls_of_training_are_generated(call: Callable[[Tensor], Tensor]) -> None:

@@ -111,8 +111,9 @@ class Networks(nn.Module):
         width = 4 * int(torch.randint(1, 5, (), generator=drawn))
         return nn.Sequential(
             choose(nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(3, width, 5, stride=2), nn.Conv2d(3, width, 1)),
-            choose(nn.BatchNorm2d(width), nn.GroupNorm(2, width), nn.Identity()),
+            choose(nn.BatchNorm2d(width), nn.GroupNorm(2, width), nn.InstanceNorm2d(width, affine=True), nn.Identity()),
             choose(nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Hardswish()),
+            choose(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.Identity()),
             choose(nn.Conv2d(width, width, 3, groups=width), nn.Conv2d(width, width, 3, dilation=2), nn.Identity()),
             choose(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity()),
             nn.AdaptiveAvgPool2d(2),
