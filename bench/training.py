@@ -34,7 +34,7 @@ _CLOCKS = (
 _RATIOS = (
     *("eager's call / ours", "compile's call / ours", "compile's kernels / ours"),
     *(f"-{level}: chain / kernels" for level in LEVELS),
-    *("memory: ours / eager's", "ours / compile's"),
+    *("memory: ours / eager's", "ours / compile's", "on one stream / compile's"),
 )
 CALLS = 1
 """The place of "compile's call / ours"."""
@@ -73,12 +73,15 @@ def table(options: argparse.Namespace) -> Table:
 def ratios(figures: Figures) -> list[float | None]:
     """Return the columns `_RATIOS`; our memory is that of the level with the fastest call."""
     best = fastest(figures, LEVELS, "call_us")
-    ours = sum(figures[best].get(name, 0) for name in _SUM) if best else None
+    found = figures[best] if best else {}
+    ours = sum(found.get(name, 0) for name in _SUM)
+    alone = ours - found["arena_nbytes"] + found["chain_arena_nbytes"] if "chain_arena_nbytes" in found else None
     return [
         *(_over(figures, mode, "call_us", best, "call_us") for mode in ("eager", "compile")),
         _over(figures, "compile", "kernels_us", fastest(figures, LEVELS, "kernels_us"), "kernels_us"),
         *(_over(figures, level, "chain_us", level, "kernels_us") for level in LEVELS),
         *(_part(ours, figures.get(mode, {}).get("peak_allocated_nbytes")) for mode in ("eager", "compile")),
+        _part(alone, figures.get("compile", {}).get("peak_allocated_nbytes")),
     ]
 
 

@@ -119,6 +119,9 @@ def plan_ready(mode: str, model: str, device: str, folder: Path) -> Scenario:
         "streams": program.stream_count,
         "policy": program.schedule.policy if program.schedule else None,
     }
+    if program.schedule:
+        tried = program.schedule.candidates
+        figures["chain_arena_nbytes"] = next(c.arena_nbytes for c in tried if c.stream_count == 1)
     network, count, _ = training_networks.split(model)
     _, _, example = training_networks.parts(network, count)
     host = [tensor.numpy() for tensor in example]

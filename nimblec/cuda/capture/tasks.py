@@ -37,9 +37,7 @@ class _Launched:
 
 
 def _outside(first: int, end: int) -> _Launched:
-    return _Launched(
-        name="kernels launched past the dispatcher", source="", first=first, end=end, opaque=True
-    )
+    return _Launched(name="kernels launched past the dispatcher", source="", first=first, end=end, opaque=True)
 
 
 def _launches(ops: Sequence[OpRecord], node_count: int, buffers: BufferTable) -> Iterator[_Launched]:
@@ -280,8 +278,6 @@ def build_graph(
     )
     read = sorted(task_of_node)
     whole = with_bodies(graph, first.regions, partial(bisect_left, read), buffers.byte_at)
-    cropping = (
-        Task(op=len(whole.ops) + i, work=crop, reads=(crop.sizes,), writes=()) for i, crop in enumerate(crops)
-    )
+    cropping = (Task(op=len(whole.ops) + i, work=crop, reads=(crop.sizes,), writes=()) for i, crop in enumerate(crops))
     named = (Op(name="crop", source=outputs[crop.output].name) for crop in crops)
     return replace(whole, ops=(*whole.ops, *named), tasks=(*whole.tasks, *cropping))
