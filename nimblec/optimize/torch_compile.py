@@ -11,6 +11,7 @@ from nimblec.pytorch.model import TorchModel
 
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "freezing": True,  # weights are constants: batch norms fold, layouts are chosen once
+    "comprehensive_padding": False,  # torch 2.11: sums of an adaptive pooling's rows would read the padding
     "triton.cudagraphs": False,  # the plan is the graph
     "allow_buffer_reuse": False,  # reuse would order concurrent kernels; the plan reuses memory
 }

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
-FUSED = ("gpu_models:transformer", "gpu_models:perceptron", "gpu_models:tied", "samples/digits.onnx")
+FUSED = (*(f"gpu_models:{name}" for name in ("transformer", "perceptron", "pooled", "tied")), "samples/digits.onnx")
 ODD = tuple(f"gpu_models:{name}" for name in ("aliases", "layouts", "past_the_dispatcher", "lazy_table"))
 """What they return or launch is hard to say in a graph."""
 STATEFUL = ("gpu_models:stateful", "gpu_models:secluded")

@@ -443,7 +443,7 @@ def test_inductor_compiles_each_kind_of_region_once() -> None:
     ],
 )
 def test_calls_of_training_are_generated(call: Callable[[Tensor], Tensor]) -> None:
-    image = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    image = IMAGE.contiguous()
     before = record(call, image)
     after = compile_regions(before)
     with _Seen() as seen:

@@ -59,6 +59,12 @@ def perceptron() -> Built:
     return Perceptron().eval(), (torch.randn(4, 32),)
 
 
+def pooled() -> Built:
+    """Build a norm of pooled images, whose 65 * 7 * 7 elements are no multiple of a cache line."""
+    layers = nn.Conv2d(4, 65, 1), nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.LayerNorm(65 * 7 * 7)
+    return nn.Sequential(*layers).eval(), (torch.randn(3, 4, 8, 8),)
+
+
 class Tied(nn.Module):
     """A language model's ends: the embedding's weight is also the output layer's."""
 

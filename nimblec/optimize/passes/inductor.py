@@ -34,6 +34,7 @@ with warnings.catch_warnings():
 
 OPTIONS: Mapping[str, Any] = {
     "keep_output_stride": True,
+    "comprehensive_padding": False,  # torch 2.11: sums of an adaptive pooling's rows would read the padding
     "fx_graph_cache": True,
     "triton.cudagraphs": False,
     "triton.unique_kernel_names": True,
