@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from nimblec.graph.rewriter import bound, fake, is_pure
+from nimblec.graph.rewriter import argument, bound, fake, is_pure
 from nimblec.graph.state import WRITES_STATE
 from nimblec.graph.vocabulary import is_tagged_pointwise
 
@@ -22,7 +22,7 @@ _POINTWISE = frozenset({
 
 _NAMES = _POINTWISE | frozenset({
     # reductions
-    "mean", "sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "var", "var_mean",
+    "mean", "sum", "prod", "amax", "amin", "max", "min", "any", "all", "var", "var_mean",
     "_softmax", "_safe_softmax", "_log_softmax", "linalg_vector_norm", "logsumexp",
     # normalisations
     "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training",
@@ -59,12 +59,19 @@ def is_fusible(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not is_pure(node):
         return False
-    if WRITES_STATE in node.meta:
+    if WRITES_STATE in node.meta or _is_search(node):
         return False
     results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
     if not all(isinstance(value, Tensor) and not value.is_complex() for value in results) or not results[0].numel():
         return False
     return any(tag in target.tags for tag in _TAGS) or _name(node) in _NAMES
+
+
+def _is_search(node: fx.Node) -> bool:
+    """Return whether places are read, which Inductor (2.11) gets wrong where arguments lie in different orders."""
+    if node.target in {aten.max.dim, aten.min.dim}:
+        return any(argument(user, 1) == 1 for user in node.users)
+    return node.target in {aten.argmax.default, aten.argmin.default}
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -205,6 +205,7 @@ def _names(regions: Sequence[Region]) -> list[list[str]]:
         (lambda x: torch.cat([x, x], 0), "cat"),
         (lambda x: x.mT.clone(memory_format=torch.contiguous_format), "clone"),
         (lambda x: x * x[:, :, :1], "mul"),
+        (lambda x: (x * 2).max(1, keepdim=True)[0].expand_as(x), "max"),
     ],
 )
 def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: str) -> None:
@@ -220,6 +221,7 @@ def test_what_is_slow_alone_is_a_region(slow: Callable[[Tensor], Tensor], name: 
     [
         torch.sigmoid,
         torch.clone,
+        lambda x: x.max(1)[1],
         lambda x: torch.mm(x[0, 0], x[0, 0]) * 2,
         lambda x: F.avg_pool2d(x, 6),  # Inductor has no kernel for it
         lambda x: F.max_pool2d(x, 6),
