@@ -67,13 +67,6 @@ def is_fusible(node: fx.Node) -> bool:
     return any(tag in target.tags for tag in _TAGS) or _name(node) in _NAMES
 
 
-def _is_search(node: fx.Node) -> bool:
-    """Return whether places are read, which Inductor (2.11) gets wrong where arguments lie in different orders."""
-    if node.target in {aten.max.dim, aten.min.dim}:
-        return any(argument(user, 1) == 1 for user in node.users)
-    return node.target in {aten.argmax.default, aten.argmin.default}
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether each element of the result depends only on those at its place in the broadcast arguments."""
     return is_tagged_pointwise(node) or _name(node) in _POINTWISE
@@ -106,6 +99,13 @@ def is_slow_alone(node: fx.Node) -> bool:
 def is_one_launch(node: fx.Node) -> bool:
     """Return whether ATen computes the call by a single kernel that is not much slower than a generated one."""
     return _name(node) in _ONE_LAUNCH or _is_elementwise(node)
+
+
+def _is_search(node: fx.Node) -> bool:
+    """Return whether places are read, which Inductor (2.11) gets wrong where arguments lie in different orders."""
+    if node.target in {aten.max.dim, aten.min.dim}:
+        return any(argument(user, 1) == 1 for user in node.users)
+    return node.target in {aten.argmax.default, aten.argmin.default}
 
 
 def _is_elementwise(node: fx.Node) -> bool:
