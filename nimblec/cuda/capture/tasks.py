@@ -1,7 +1,7 @@
 """Two captures of one model as a graph of tasks: kernels with relocations, reads and writes."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -145,13 +145,15 @@ class _TaskReader:
         )
 
     def _launch(self, op: int, launched: _Launched, node: KernelNode, twin: KernelNode) -> Task:
+        own = {span.allocation for span in (*launched.reads, *launched.writes)}
+        declared = None if launched.opaque else {each.index for each in own if each.place is Place.EARLIER}
         with _naming_kernel(node):
             reports = reports_to_host(node.function.symbol)
-            relocated = self._relocator.relocate(
-                node.params, twin.params, reports=reports, declared=_declared_earlier(launched)
-            )
+            relocated = self._relocator.relocate(node.params, twin.params, reports=reports, declared=declared)
             kernel = self._kernels.add(node)
-        targets = [(at, target) for at, target in relocated.targets if not self._is_stale(launched, target)]
+        targets = relocated.targets
+        if not launched.opaque:
+            targets = tuple((at, t) for at, t in targets if not self._is_anothers(allocation_of(t), own))
         touched = dict.fromkeys(allocation_of(t) for _, t in targets)
         reads, writes = self._accesses(launched, touched)
         work = KernelWork(
@@ -170,11 +172,9 @@ class _TaskReader:
         access = self._buffers.access
         return Task(op=op, work=work, reads=tuple(map(access, reads)), writes=tuple(map(access, writes)))
 
-    def _is_stale(self, op: _Launched, target: Target) -> bool:
-        """Return whether a pointer is left over from another op, in a list of tensors that this op did not fill."""
-        allocation = allocation_of(target)
-        is_anothers = allocation in self._tensors and self._buffers.is_temporary(allocation)
-        return is_anothers and not op.opaque and all(s.allocation != allocation for s in (*op.reads, *op.writes))
+    def _is_anothers(self, allocation: Allocation, own: Container[Allocation]) -> bool:
+        """Return whether only other ops have tensors there than the one with its ``own``: its pointer is left over."""
+        return allocation in self._tensors and allocation not in own and self._buffers.is_temporary(allocation)
 
     def _accesses(self, op: _Launched, touched: dict[Allocation, None]) -> tuple[list[Span], list[Span]]:
         """Return what a kernel reads and writes: those tensors of its op that it has a pointer to.
@@ -201,12 +201,6 @@ class _TaskReader:
         Any op may, if a run was seen to change the memory and no op declares to write it.
         """
         return self._buffers.is_mutated(allocation) and (op.opaque or allocation not in self._declared)
-
-
-def _declared_earlier(op: _Launched) -> frozenset[int] | None:
-    """Return the earlier allocations that hold tensors of an op; None if it is opaque."""
-    found = (span.allocation for span in (*op.reads, *op.writes))
-    return None if op.opaque else frozenset(each.index for each in found if each.place is Place.EARLIER)
 
 
 def _span(target: Target, nbytes: int) -> Span:
