@@ -100,11 +100,14 @@ def test_auto_keeps_order_within_noise(fastest: int, count: int) -> None:
     assert plan.programs[0].stream_count == count
 
 
-@pytest.mark.parametrize(("nbytes", "fastest", "count"), [(1 << 20, 970, 3), (1 << 30, 970, 1), (1 << 30, 940, 3)])
-def test_auto_adds_memory_only_for_speed(nbytes: int, fastest: int, count: int) -> None:
-    """Sixteen streams saved 2 % of the time of a training step of BERT-base, which took nearly twice the memory."""
+@pytest.mark.parametrize(
+    ("nbytes", "times", "count"),
+    [(1 << 20, {1: 1000, 3: 970}, 3), (1 << 30, {1: 1000, 3: 940}, 1), (1 << 30, {1: 1600, 2: 1156, 3: 1104}, 2)],
+)
+def test_auto_adds_memory_only_for_speed(nbytes: int, times: dict[int, int], count: int) -> None:
+    """Eight streams saved 4 % of the time of a training step on four, and took half as much memory again."""
     graph = dataflow((), (0,), (0,), (0,), (1,), (2,), (3,), (4, 5, 6), sizes=(64, *(nbytes,) * 6, 64))
-    timer = _StreamTimer({1: 1000, 2: 1000, 3: fastest})
+    timer = _StreamTimer(times)
     timer.least_gain = 0.02
     assert choose_schedule(graph, PROVENANCE, timer).schedule.stream_count == count
 

@@ -1,5 +1,6 @@
 """The choice of a schedule for a captured graph, and the passes before it; both targets share them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -44,8 +45,8 @@ _AUTO_LIMITS = (2, 4, 8, 16)
 _CROSS_EDGE_NS = (500, 1_000, 2_000)
 _MOST_GOALS, _CLOSER = 4, 0.97
 _ESTIMATED_GAIN = 0.05
-_GAIN_FOR_MEMORY = 0.1
-"""The part of its time that a schedule must save if it doubles the memory of a process; in proportion otherwise."""
+_POWER_OF_MEMORY = 0.2
+"""What memory counts for beside time: a schedule that doubles the memory of a process must save 13 % of its time."""
 _PROCESS_NBYTES = 1 << 28
 """What a process takes without the plan, such as the context of a GPU."""
 
@@ -117,7 +118,7 @@ def choose_schedule(
     """Return the graph, joined by the best schedule found, with schedule and memory layout.
 
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many streams, "auto" the
-    fastest by ``timer`` that is worth its memory; where times are noisy, it is the captured order, with a note.
+    best in time and memory by ``timer``; where times are noisy, it is the captured order, with a note.
     Policies "tied-..." keep launches with a captured programmatic edge one after the other. Without a ``timer``
     estimates decide, and equal graphs give equal results. If the arena exceeds ``memory_limit`` bytes, the fastest
     schedule that fits is taken, or tasks are recomputed by policies "recompute-..."; else raises CompileError.
@@ -311,23 +312,20 @@ def _needed_nbytes(graph: Graph, tried: _Tried, join: Join) -> int:
 
 
 def _choose(graph: Graph, tried: Sequence[_Tried], least_gain: float) -> _Tried:
-    """Return the first schedule (the captured order) unless another one saves more than ``least_gain`` of its time.
+    """Return the schedule of the least cost, which is its time multiplied by a power of a process's memory.
 
-    One that needs more memory must save enough for that, too. Of those from which the fastest saves no more than
-    ``least_gain``, the one with the least memory is taken. Other work only adds to a time, so one that is noisy and
-    short is short; but nothing can be compared with a noisy first one.
+    Among those within ``least_gain`` of it, the captured order (the first) is preferred, then the one with the least
+    memory. Other work only adds to a time, so one that is noisy and short is short; but nothing can be compared with a
+    noisy first one.
     """
     first = tried[0]
     if first.is_noisy:
         return first
     kept = sum(b.nbytes for b in graph.buffers if b.kind in {BufferKind.CONSTANT, BufferKind.STATE})
-    memory = _PROCESS_NBYTES + kept + first.memory.arena_nbytes
 
-    def is_worth_its_memory(other: _Tried) -> bool:
-        added = (other.memory.arena_nbytes - first.memory.arena_nbytes) / memory
-        return other.duration_ns <= first.duration_ns * (1 - _GAIN_FOR_MEMORY * added)
+    def cost(each: _Tried) -> float:
+        return each.duration_ns * math.pow(_PROCESS_NBYTES + kept + each.memory.arena_nbytes, _POWER_OF_MEMORY)
 
-    worth = [first, *filter(is_worth_its_memory, tried[1:])]
-    fastest = min(t.duration_ns for t in worth)
-    as_fast = [t for t in worth if fastest >= t.duration_ns * (1 - least_gain)]
-    return first if first in as_fast else min(as_fast, key=lambda t: t.memory.arena_nbytes)
+    least = min(map(cost, tried))
+    as_good = [t for t in tried if least >= cost(t) * (1 - least_gain)]
+    return first if first in as_good else min(as_good, key=lambda t: t.memory.arena_nbytes)
