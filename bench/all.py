@@ -2,10 +2,10 @@
 
 Usage: python -m bench.all [--gpus N] [--jobs J] [--stop-after SECONDS] [--only NAME,...]. Processes are one queue: they
 prepare side by side and measure alone (bench/running.py). The tables are those of networks (zoo, peers, schedules,
-batches, fp32), of a decoder step, of training steps (training and its namesakes, and bits, which compares them with
-eager's), of plans for any size (sizes) and of new weights (refit). Max-autotune, which times candidates for minutes
-(tuned, in peers.json), comes last, one process at a time. `bench.arenas` and `bench.resume` need the machine to
-themselves.
+batches, fp32), of a decoder (a step, and prefill), of training steps (training and its namesakes, and bits, which
+compares them with eager's), of plans for any size (sizes) and of new weights (refit). Max-autotune, which times
+candidates for minutes (tuned, in peers.json), comes last, one process at a time. `bench.arenas` and `bench.resume` need
+the machine to themselves.
 
 The files keep figures of this commit and kind of GPU, so the same command resumes an interrupted run. On a machine
 without the repository, NIMBLEC_COMMIT names the commit.
@@ -34,6 +34,7 @@ COMMANDS = {
     "batches": (peers, "batches", ("--batches",)),
     "fp32": (peers, "peers_fp32", ("--precision", "fp32", "--modes", "eager,freeze")),
     "decoder": (decoder, "decoder", ()),
+    "prefill": (peers, "prefill", ("--tune", "none", "--modes", "compile,freeze", "bench.models.tiny_llama:bf16")),
     "training_at_size": (training, "training_at_size", (*_THREE, *_SLOWEST, *_AT_SIZE)),
     "training": (training, "training", (*_THREE, *_SLOWEST, *training.models(32))),
     "training_bf16": (training, "training_bf16", (*_BF16, *_THREE, *_SLOWEST, *training.models(32))),

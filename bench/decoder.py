@@ -17,7 +17,7 @@ from bench.tables import MISSING, by_columns
 
 MODES = ("O2", "O1", "O0", "given", "freeze", "compile", "eager")
 """The modes of bench.decoder_peer, which is not imported here as it imports PyTorch. The slowest come first."""
-MODELS = ("bench.models.llama_decoder:bf16",)
+MODELS = ("bench.models.llama_decoder:bf16", "bench.models.llama_decoder:tiny")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,9 @@
-"""One step of a decoder with the shape of Llama 3.2 1B, its cache of keys and values as state; seeded weights.
+"""One step of a decoder, its cache of keys and values as state; seeded weights.
 
-Root mean square norms, rotary embeddings, grouped queries, gated products (Touvron et al., 2023); a step reads 1.24
-billion weights. The output matrix is the embedding with permuted rows, so that the highest logit is highest by far, as
-in a trained model: random logits would be closer to each other than bfloat16 can tell.
+Root mean square norms, rotary embeddings, grouped queries, gated products (Touvron et al., 2023). A step reads 1.24
+billion weights with the shape of Llama 3.2 1B (``bf16``), 1.03 with that of TinyLlama 1.1B (``tiny``). The output
+matrix is the embedding with permuted rows, so that the highest logit is highest by far, as in a trained model: random
+logits would be closer to each other than bfloat16 can tell.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Shape:
 
 
 LARGE = Shape()
+TINY = Shape(layers=22, wide=5632, key_heads=4, vocabulary=32_000)
 SMALL = Shape(layers=2, width=64, wide=128, heads=4, key_heads=2, vocabulary=97, length=32)
 
 
@@ -212,4 +214,5 @@ def step(shape: Shape, dtype: torch.dtype) -> Example:
     return decoder(shape, dtype), (torch.tensor([1]), torch.tensor([0]))
 
 
-bf16, small = partial(step, LARGE, torch.bfloat16), partial(step, SMALL, torch.float32)
+bf16, tiny = partial(step, LARGE, torch.bfloat16), partial(step, TINY, torch.bfloat16)
+small = partial(step, SMALL, torch.float32)
