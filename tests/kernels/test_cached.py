@@ -108,6 +108,34 @@ def test_attention_writes_the_cache(write: Callable[..., None], rotate: Callable
     assert not {"attention", "index_copy_", "index_put_", "scatter_", "copy_", "cat"} & calls.keys()
 
 
+class Prompt(nn.Module):
+    """Attention of tokens to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Linear(32, (HEADS + 2 * KEY_HEADS) * SIZE)
+        self.register_buffer("angles", torch.randn(LENGTH, SIZE))
+
+    def forward(self, x: Tensor, _position: Tensor) -> Tensor:
+        """Map (1, LENGTH, 32) to (1, LENGTH, HEADS * SIZE)."""
+        parts = self.inside(x).split([count * SIZE for count in (HEADS, KEY_HEADS, KEY_HEADS)], -1)
+        query, key, value = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts)
+        turns = self.angles.cos(), self.angles.sin()
+        query, key = by_slices(query, *turns), by_slices(key, *turns)
+        found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return found.transpose(1, 2).flatten(2)
+
+
+def test_attention_of_tokens_to_each_other_rotates_them() -> None:
+    def draw(seed: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(seed)), torch.tensor([0])
+
+    calls = check(Prompt().eval(), draw)
+    assert calls["attention"] == 1
+    assert not {"cat", "neg", "add"} & calls.keys()
+
+
 def test_caches_with_other_readers_are_written_by_calls_of_their_own() -> None:
     calls = check(Step(rows_of_index_copy, by_chunks, returns=True).eval())
     assert (calls["attention"], calls["index_copy_"]) == (1, 2)
