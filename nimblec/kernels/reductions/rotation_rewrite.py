@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user, views
-from nimblec.graph.vocabulary import is_like
+from nimblec.graph.vocabulary import DTYPES, is_like
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, padded
@@ -62,17 +62,28 @@ def unrotated(query: fx.Node, key: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node |
 
 
 def _rotation(node: fx.Node) -> _Rotation | None:
-    """Match a rotary embedding that is read once, by cosines and sines of each position that all heads share."""
-    if not is_call(node, aten.add.Tensor) or bound(node)["alpha"] != 1 or only_user(node) is None:
+    """Match a rotary embedding that is read once, by cosines and sines of each position that all heads share.
+
+    It may be computed in float32 between two casts.
+    """
+    total = _uncast(node)
+    if not is_call(total, aten.add.Tensor) or bound(total)["alpha"] != 1 or only_user(node) is None:
         return None
-    for straight, turned in (node.args[:2], node.args[1::-1]):
-        for x, cos in _factors(straight):
+    for straight, turned in (total.args[:2], total.args[1::-1]):
+        for wide, cos in _factors(straight):
             for joined, sin in _factors(turned):
-                is_shared = _is_shared(cos, node) and fake(cos).shape == fake(sin).shape
+                is_shared = _is_shared(cos, total) and fake(cos).shape == fake(sin).shape
                 is_shared &= (fake(cos).dtype, fake(cos).stride()) == (fake(sin).dtype, fake(sin).stride())
-                if is_like(x, node) and is_like(joined, node) and is_shared and _is_turned(joined, x):
+                x = wide if total is node else _uncast(wide)
+                is_rotation = is_like(wide, total) and is_like(joined, total) and _is_turned(joined, wide)
+                if is_rotation and is_shared and is_like(x, node):
                     return _Rotation(x=x, cos=cos, sin=sin)
     return None
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """Return the value before a cast."""
+    return argument(node, 0) if is_call(node, aten._to_copy.default) else node
 
 
 def _factors(product: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -85,10 +96,10 @@ def _factors(product: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _is_shared(angles: fx.Node, x: fx.Node) -> bool:
-    """Return whether there are as many of the dtype of x (batch, heads, rows, size) for each sequence, or for all."""
+    """Return whether there are as many for x (batch, heads, rows, size) in each sequence, or in all."""
     value, (batch, _, *row) = fake(angles), fake(x).shape
     shape = [1] * (4 - value.dim()) + [*value.shape]
-    return value.dtype == fake(x).dtype and len(shape) == 4 and shape[0] in (1, batch) and shape[1:] == [1, *row]
+    return value.dtype in DTYPES and len(shape) == 4 and shape[0] in (1, batch) and shape[1:] == [1, *row]
 
 
 def _is_turned(joined: fx.Node, x: fx.Node) -> bool:
