@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user, views
-from nimblec.graph.vocabulary import DTYPES, is_like
+from nimblec.graph.vocabulary import DTYPES, is_like, uncast
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, padded
@@ -66,7 +66,7 @@ def _rotation(node: fx.Node) -> _Rotation | None:
 
     It may be computed in float32 between two casts.
     """
-    total = _uncast(node)
+    total = argument(node, 0) if is_call(node, aten._to_copy.default) else node
     if not is_call(total, aten.add.Tensor) or bound(total)["alpha"] != 1 or only_user(node) is None:
         return None
     for straight, turned in (total.args[:2], total.args[1::-1]):
@@ -74,16 +74,11 @@ def _rotation(node: fx.Node) -> _Rotation | None:
             for joined, sin in _factors(turned):
                 is_shared = _is_shared(cos, total) and fake(cos).shape == fake(sin).shape
                 is_shared &= (fake(cos).dtype, fake(cos).stride()) == (fake(sin).dtype, fake(sin).stride())
-                x = wide if total is node else _uncast(wide)
+                x = wide if total is node else uncast(wide)
                 is_rotation = is_like(wide, total) and is_like(joined, total) and _is_turned(joined, wide)
                 if is_rotation and is_shared and is_like(x, node):
                     return _Rotation(x=x, cos=cos, sin=sin)
     return None
-
-
-def _uncast(node: fx.Node) -> fx.Node:
-    """Return the value before a cast."""
-    return argument(node, 0) if is_call(node, aten._to_copy.default) else node
 
 
 def _factors(product: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
