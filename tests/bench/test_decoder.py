@@ -65,5 +65,5 @@ def test_of_plan_counts_accesses_to_state(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_decoder_measures_every_mode_of_the_peer() -> None:
-    for jobs in decoder.table(decoder.parser().parse_args([])).jobs:
-        assert sorted(job.mode for job in jobs) == sorted(MODES)
+    by_model = decoder.table(decoder.parser().parse_args([])).jobs
+    assert [sorted(job.mode for job in jobs) for jobs in by_model] == [sorted(MODES)] * len(decoder.MODELS)
