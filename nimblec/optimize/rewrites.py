@@ -218,7 +218,7 @@ REGIONS = Pipeline(
                 needs=(mark_writes,),
                 reason="rows that may be written in place are marked, and regions would compute the rotation",
             ),
-            Pass(run=rotate_in_attention, reason="attention of caches has been replaced by now"),
+            Pass(run=rotate_in_attention, reason="regions would compute the rotation"),
             Pass(
                 run=lay_groups_contiguous,
                 reason="kernels that read channels last have been chosen by now, and regions compute the copies",

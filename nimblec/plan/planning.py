@@ -120,7 +120,7 @@ def choose_schedule(
     ``streams``: "1" is the captured order, "max" the paper's Algorithm 1, a number at most so many streams, "auto" the
     best in time and memory by ``timer``; where times are noisy, it is the captured order, with a note.
     Policies "tied-..." keep launches with a captured programmatic edge one after the other. Without a ``timer``
-    estimates decide, and equal graphs give equal results. If the arena exceeds ``memory_limit`` bytes, the fastest
+    estimates decide, and equal graphs give equal results. If the arena exceeds ``memory_limit`` bytes, the best
     schedule that fits is taken, or tasks are recomputed by policies "recompute-..."; else raises CompileError.
     """
     graph = close_gaps(rename_workspaces(schedule_bodies(graph, join)))
