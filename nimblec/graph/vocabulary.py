@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from nimblec.graph.rewriter import argument, bound, fake, is_call
+from nimblec.graph.rewriter import bound, fake, is_call
 
 aten = torch.ops.aten
 
@@ -81,15 +81,6 @@ _ACTIVATIONS: Mapping[OpOverload, str] = {
 def is_like(node: fx.Node, other: fx.Node) -> bool:
     """Return whether two values have the same dtype and shape."""
     return (fake(node).dtype, fake(node).shape) == (fake(other).dtype, fake(other).shape)
-
-
-def uncast(node: fx.Node) -> fx.Node:
-    """Return the half-precision value that ``node`` is a float32 cast of; else ``node``."""
-    if is_call(node, aten._to_copy.default) and fake(node).dtype == torch.float32:
-        source: fx.Node = argument(node, 0)
-        if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:
-            return source
-    return node
 
 
 def is_tagged_pointwise(node: fx.Node) -> bool:

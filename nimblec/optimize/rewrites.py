@@ -4,7 +4,6 @@ from nimblec.graph.outputs import keep_outputs
 from nimblec.graph.simplify import simplify
 from nimblec.kernels.reductions.cached_rewrite import attend_to_caches
 from nimblec.kernels.reductions.fp8_results import write_fp8
-from nimblec.kernels.reductions.rotation_rewrite import rotate_in_attention
 from nimblec.optimize.passes.activations import fuse_activations
 from nimblec.optimize.passes.aligned_weights import align_weights
 from nimblec.optimize.passes.attention import fuse_attention
@@ -218,7 +217,6 @@ REGIONS = Pipeline(
                 needs=(mark_writes,),
                 reason="rows that may be written in place are marked, and regions would compute the rotation",
             ),
-            Pass(run=rotate_in_attention, reason="regions would compute the rotation"),
             Pass(
                 run=lay_groups_contiguous,
                 reason="kernels that read channels last have been chosen by now, and regions compute the copies",
@@ -227,14 +225,7 @@ REGIONS = Pipeline(
             Pass(run=rematerialize, reason="equal calls are no longer merged, and regions join the copies"),
             Pass(
                 run=generate_regions,
-                needs=(
-                    mark_writes,
-                    attend_to_caches,
-                    rotate_in_attention,
-                    lay_groups_contiguous,
-                    free_biases,
-                    rematerialize,
-                ),
+                needs=(mark_writes, attend_to_caches, lay_groups_contiguous, free_biases, rematerialize),
                 takes=("at_any_cost",),
                 reason="no other pass knows what a region computes",
             ),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nimblec.kernels.gpu import GPU
-from nimblec.kernels.reductions.attention_op import attended, attention, rotated
+from nimblec.kernels.reductions.attention_op import attended, attention
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import AttentionTiling, attention_candidates
 
@@ -43,16 +43,6 @@ def test_bits_as_a_mask() -> None:
     expected = attended(query, key, value, mask, causal=False, scale=0.1).transpose(1, 2)
     tiling = AttentionTiling(block_m=16, block_n=32)
     _check([attention(query, key, value, mask, False, 0.1, tiling.numbers, "late") for _ in range(20)], expected)
-
-
-def test_queries_and_keys_are_rotated() -> None:
-    query, key, value = _random(3, 2, 100, 8, 64).bfloat16().transpose(2, 3)
-    turns = dict(zip(("cos", "sin"), _random(2, 1, 1, 100, 64).bfloat16(), strict=True))
-    turned = rotated(query, **turns), rotated(key, **turns)
-    expected = attended(*turned, value, None, causal=True, scale=0.1).transpose(1, 2)
-    tiling = AttentionTiling(block_m=16, block_n=128, num_warps=4)
-    arguments = (query, key, value, None, True, 0.1, tiling.numbers, "late")
-    _check([attention(*arguments, **turns) for _ in range(20)], expected)
 
 
 def test_waits_for_the_launch_before() -> None:

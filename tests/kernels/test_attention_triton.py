@@ -14,7 +14,7 @@ INTERPRET = """
 import torch
 from triton.runtime import interpreter
 from nimblec.kernels.launch import prepared
-from nimblec.kernels.reductions.attention_op import attended, attention, rotated
+from nimblec.kernels.reductions.attention_op import attended, attention
 
 # Triton 3.6 reads the bound of a loop from an array of one element, which NumPy no longer does.
 patch = interpreter._patch_lang_tensor
@@ -36,12 +36,10 @@ def check(queries, keys, size, tiling, *, batch=1, heads=2, key_heads=2, value_s
     key, value = (part.unflatten(-1, (key_heads, -1)).transpose(1, 2) for part in (key, value))
     if how.get("key_first"):
         key = key.contiguous().mT.contiguous().mT
-    turns = dict(zip(("cos", "sin"), torch.randn(2, batch, 1, queries, size, dtype=dtype))) if how.get("turned") else {}
-    made = prepared(attention, query, key, value, mask, causal, 0.2, tiling, "none", **turns)
+    made = prepared(attention, query, key, value, mask, causal, 0.2, tiling, "none")
     assert (made.results.stride(0) < made.results.stride(1)) == how.get("batch_second", False)
     made.results.fill_(torch.nan)
     made.launch()
-    query, key = (rotated(x, **turns) if turns else x for x in (query, key))
     expected = attended(query, key, value, mask, causal=causal, scale=0.2).transpose(1, 2)
     torch.testing.assert_close(made.results.float(), expected, atol=2e-3, rtol=2e-3)
 
@@ -72,8 +70,6 @@ CASES = {  # none in bfloat16: the interpreter multiplies the bits of bfloat16 a
     "infinite": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.zeros(33, 45).masked_fill(hidden(33, 45), -torch.inf))",
     "lowest": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.where(hidden(33, 45), torch.finfo().min, 0.0))",
     "float32": "check(33, 45, 64, [16, 16, 4, 2], mask=torch.randn(1, 2, 33, 45), dtype=torch.float32)",
-    "turned": "check(20, 20, 64, [16, 32, 4, 1], heads=4, key_heads=2, turned=True)",
-    "turned, odd sizes": "check(33, 33, 36, [16, 16, 2, 2], batch=2, turned=True, key_first=True)",
     "bits": "check(33, 45, 64, [16, 16, 4, 2], mask=~hidden(1, 2, 33, 45, share=0.9))",
 }
 

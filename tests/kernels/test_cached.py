@@ -42,10 +42,6 @@ def by_slices(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1) * sin[None, None] + x * cos[None, None]
 
 
-def in_float32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return by_slices(x.float(), cos, sin).to(x.dtype)
-
-
 def as_it_is(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     del cos, sin
     return x
@@ -110,38 +106,6 @@ def test_attention_writes_the_cache(write: Callable[..., None], rotate: Callable
     calls = check(Step(write, rotate).eval())
     assert calls["cached_attention"] == 1
     assert not {"attention", "index_copy_", "index_put_", "scatter_", "copy_", "cat"} & calls.keys()
-
-
-class Prompt(nn.Module):
-    """Attention of tokens to each other."""
-
-    angles: Tensor
-
-    def __init__(self, rotate: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._rotate = rotate
-        torch.manual_seed(0)
-        self.inside = nn.Linear(32, (HEADS + 2 * KEY_HEADS) * SIZE)
-        self.register_buffer("angles", torch.randn(LENGTH, SIZE))
-
-    def forward(self, x: Tensor, _position: Tensor) -> Tensor:
-        """Map (1, LENGTH, 32) to (1, LENGTH, HEADS * SIZE)."""
-        parts = self.inside(x).split([count * SIZE for count in (HEADS, KEY_HEADS, KEY_HEADS)], -1)
-        query, key, value = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts)
-        turns = self.angles.cos(), self.angles.sin()
-        query, key = self._rotate(query, *turns), self._rotate(key, *turns)
-        found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return found.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("rotate", [by_chunks, by_slices, in_float32])
-def test_attention_of_tokens_to_each_other_rotates_them(rotate: Callable[..., Tensor]) -> None:
-    def draw(seed: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(seed)).half(), torch.tensor([0])
-
-    calls = check(Prompt(rotate).eval().half(), draw, 5e-3)
-    assert calls["attention"] == 1
-    assert not {"cat", "neg", "add"} & calls.keys()
 
 
 def test_caches_with_other_readers_are_written_by_calls_of_their_own() -> None:

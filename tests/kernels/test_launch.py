@@ -116,11 +116,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "attention": (attention, (HEADS, HEADS, HEADS, _half(9, 9), False, 0.5, [16, 32, 4, 1], "late"), {}),
     "causal attention": (attention, (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"), {}),
-    "turned attention": (
-        attention,
-        (HEADS, HEADS, HEADS, None, True, 0.5, [16, 32, 4, 1], "late"),
-        {"cos": _half(9, 16)[None, None], "sin": _half(9, 16)[None, None]},
-    ),
     "cached attention": (
         cached_attention,
         (HEAD, HEADS, HEADS, HEAD, HEAD, COUNTERS[:1].long(), _half(9), VECTOR, VECTOR, 0.5, [16, 4, 1], "late"),

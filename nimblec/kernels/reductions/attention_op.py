@@ -25,18 +25,12 @@ def _attention(
     tiling: Sequence[int],
     trigger: str,
     out_factor: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
 ) -> Prepared[Tensor]:
-    """Return the attention (batch, queries, heads, value size), without gaps; with ``out_factor`` in bytes of e4m3.
-
-    With cosines and sines (batch or 1, 1, queries, size), alike in memory, queries and keys are rotated by them.
-    """
+    """Return the attention (batch, queries, heads, value size), without gaps; with ``out_factor`` in bytes of e4m3."""
     shape, tile = attention_shape(query, key, value, mask, causal=causal), AttentionTiling.of(tiling)
     dtype = query.dtype if out_factor is None else torch.uint8
     sizes = shape.batch, shape.queries, shape.heads, shape.value_size
     out = torch.empty_permuted(sizes, shape.result_order, dtype=dtype, device=query.device)
-    angles = (0, 0, 0, 0) if cos is None else cos.expand(shape.batch, 1, shape.queries, shape.size).stride()
     launch = Launch(
         template="nimblec.kernels.reductions.attention_template:attention",
         blocks=tile.blocks(shape),
@@ -45,8 +39,6 @@ def _attention(
             "key_ptr": key,
             "value_ptr": value,
             "mask_ptr": mask,
-            "cos_ptr": cos,
-            "sin_ptr": sin,
             "out_factor_ptr": out_factor,
             "out_ptr": out,
         },
@@ -63,9 +55,6 @@ def _attention(
             **_named("KEY", shape.key_strides),
             **_named("VALUE", shape.value_strides),
             **_named("MASK", shape.mask_strides or (0, 0, 0, 0)),
-            "ANGLE_BATCH": angles[0],
-            "ANGLE_ROW": angles[2],
-            "ANGLE_COLUMN": angles[3],
             "CAUSAL": shape.causal,
             "SCALE": scale,
             "BLOCK_M": tile.block_m,
@@ -94,11 +83,7 @@ def _attention_on_cpu(
     scale: float,
     *_how: object,
     out_factor: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
 ) -> Tensor:
-    if cos is not None and sin is not None:
-        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
     out = attended(query, key, value, mask, causal=causal, scale=scale).transpose(1, 2)
     order = attention_shape(query, key, value, mask, causal=causal).result_order
     out = out.permute(order).contiguous().permute(order)
@@ -119,16 +104,9 @@ def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, 
     )
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the rotary embedding of x (batch, heads, rows, size), rounded once, where x lies."""
-    first, second = x.float().chunk(2, -1)
-    turned = x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()
-    return torch.empty_like(x).copy_(turned)
-
-
 attention = define_op(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool causal, float scale, int[] tiling, "
-    "str trigger, *, Tensor? out_factor=None, Tensor? cos=None, Tensor? sin=None) -> Tensor",
+    "str trigger, *, Tensor? out_factor=None) -> Tensor",
     prepare=_attention,
     reference=_attention_on_cpu,
 )

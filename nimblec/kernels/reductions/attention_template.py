@@ -4,9 +4,8 @@
 """The Triton kernel of attention for short sequences: softmax(queries keys^T scale + mask) values.
 
 A block computes some queries of one head and walks over the keys with a running maximum and sum (Dao et al.,
-FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides;
-queries and keys may be rotated on the way (Su et al., RoFormer, 2021). All that a block reads, except the factor, may
-come from the kernel before, so it waits first (`nimblec.kernels.device`).
+FlashAttention, 2022), or in one step with a plain softmax. Queries, keys and values are read through any strides. All
+that a block reads, except the factor, may come from the kernel before, so it waits first (`nimblec.kernels.device`).
 """
 
 import triton
@@ -21,8 +20,6 @@ def attention(
     key_ptr,
     value_ptr,
     mask_ptr,
-    cos_ptr,
-    sin_ptr,
     out_factor_ptr,
     out_ptr,
     OUT_BATCH: tl.constexpr,
@@ -49,9 +46,6 @@ def attention(
     MASK_HEAD: tl.constexpr,
     MASK_ROW: tl.constexpr,
     MASK_COLUMN: tl.constexpr,
-    ANGLE_BATCH: tl.constexpr,
-    ANGLE_ROW: tl.constexpr,
-    ANGLE_COLUMN: tl.constexpr,
     CAUSAL: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -65,8 +59,7 @@ def attention(
 
     Key and value have a head for each ``GROUP`` heads of the query. A mask of bits says which keys are
     read, any other is added to the scores; ``CAUSAL`` leaves each query the keys up to its own number.
-    Where all keys of a query are hidden its result is zero. With cosines and sines (batch, queries, size), queries and
-    keys are rotated by them.
+    Where all keys of a query are hidden its result is zero.
     """
     TILES: tl.constexpr = (QUERIES + BLOCK_M - 1) // BLOCK_M
     STEPS: tl.constexpr = (KEYS + BLOCK_N - 1) // BLOCK_N
@@ -92,19 +85,6 @@ def attention(
     wait(TRIGGER)
 
     queries = _load(query_ptr + query_offsets, is_row, (deep < SIZE)[None, :], QUERIES % BLOCK_M, SIZE % BLOCK_D)
-    queries = rotated(
-        queries,
-        query_ptr,
-        rows[:, None] * QUERY_ROW,
-        QUERY_COLUMN,
-        cos_ptr,
-        sin_ptr,
-        batch * ANGLE_BATCH + rows[:, None] * ANGLE_ROW,
-        ANGLE_COLUMN,
-        deep[None, :],
-        is_row,
-        SIZE,
-    )
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
@@ -128,19 +108,6 @@ def attention(
             (across < VALUE_SIZE)[None, :],
             KEYS % BLOCK_N,
             VALUE_SIZE % BLOCK_V,
-        )
-        keys = rotated(
-            keys,
-            key_ptr,
-            columns[:, None] * KEY_ROW,
-            KEY_COLUMN,
-            cos_ptr,
-            sin_ptr,
-            batch * ANGLE_BATCH + columns[:, None] * ANGLE_ROW,
-            ANGLE_COLUMN,
-            deep[None, :],
-            is_column[:, None],
-            SIZE,
         )
         scores = tl.dot(queries, keys.T, input_precision=PRECISION) * SCALE
         if mask_ptr is not None:
@@ -189,29 +156,3 @@ def _load(pointers, is_row, is_column, ROWS_LEFT: tl.constexpr, COLUMNS_LEFT: tl
     else:
         tile = tl.load(pointers)
     return tile
-
-
-@triton.jit
-def rotated(
-    x,
-    x_ptr,
-    row_offsets,
-    X_COLUMN: tl.constexpr,
-    cos_ptr,
-    sin_ptr,
-    angle_offsets,
-    ANGLE_COLUMN: tl.constexpr,
-    deep,
-    is_row,
-    SIZE: tl.constexpr,
-):
-    """Return rows x from these offsets, rotated if there are cosines: pairs are from both halves of a row."""
-    if cos_ptr is not None:
-        is_first = deep < SIZE // 2
-        partner = tl.where(is_first, deep + SIZE // 2, deep - SIZE // 2)
-        exists = is_row & (deep < SIZE)
-        other = tl.load(x_ptr + row_offsets + partner * X_COLUMN, mask=exists, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + angle_offsets + deep * ANGLE_COLUMN, mask=exists, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle_offsets + deep * ANGLE_COLUMN, mask=exists, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) * cos + tl.where(is_first, -other, other) * sin).to(x.dtype)
-    return x

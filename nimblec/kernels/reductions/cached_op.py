@@ -5,10 +5,11 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from nimblec.kernels.launch import Launch, Prepared, define_op
-from nimblec.kernels.reductions.attention_op import attended, rotated
+from nimblec.kernels.reductions.attention_op import attended
 from nimblec.kernels.reductions.attention_shapes import attention_shape
 from nimblec.kernels.reductions.attention_tilings import padded
 from nimblec.kernels.shapes import next_power_of_2
@@ -55,7 +56,8 @@ def _cached_attention(
         "NEW_KEY": new_key.stride(),
         "NEW_VALUE": new_value.stride(),
         "MASK": shape.mask_strides or (0, 0, 0, 0),
-        "ANGLE": (0, 0, 0, 0) if cos is None else cos.expand(angles).stride(),
+        "COS": (0, 0, 0, 0) if cos is None else cos.expand(angles).stride(),
+        "SIN": (0, 0, 0, 0) if sin is None else sin.expand(angles).stride(),
     }
     launch = Launch(
         template="nimblec.kernels.reductions.cached_template:cached_attention",
@@ -80,7 +82,7 @@ def _cached_attention(
             "VALUE_SIZE": shape.value_size,
             **{f"{name}_BATCH": batch for name, (batch, *_) in strides.items()},
             **{f"{name}_COLUMN": column for name, (*_, column) in strides.items()},
-            **{f"{name}_HEAD": head for name, (_, head, *_) in strides.items() if name != "ANGLE"},
+            **{f"{name}_HEAD": head for name, (_, head, *_) in strides.items() if name not in ("COS", "SIN")},
             **{f"{name}_ROW": strides[name][2] for name in ("KEY", "VALUE")},
             "POSITION_BATCH": position.stride(0) if position.shape[0] > 1 else 0,
             "SCALE": scale,
@@ -119,6 +121,12 @@ def _cached_attention_on_cpu(
         kept.scatter_(2, rows.expand(new.shape), new)
     found = attended(query, keys, values, mask, causal=False, scale=scale)
     return found.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the rotary embedding of x (batch, heads, rows, size), rounded once."""
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()).to(x.dtype)
 
 
 cached_attention = define_op(

@@ -1,18 +1,19 @@
 """Steps of decoders: attention takes in the rotary embedding before it and the new rows of its cache."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from nimblec.graph.outputs import outputs_of
-from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
+from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user, views
 from nimblec.graph.state import WRITES_STATE, slots
-from nimblec.graph.vocabulary import RESHAPES
+from nimblec.graph.vocabulary import RESHAPES, is_like
 from nimblec.kernels.call import Call
 from nimblec.kernels.reductions.attention_op import attention
 from nimblec.kernels.reductions.cached_op import cached_attention, cached_tiling
-from nimblec.kernels.reductions.rotation_rewrite import unrotated
 
 aten = torch.ops.aten
 
@@ -25,6 +26,15 @@ class _Write:
     state: fx.Node
     row: fx.Node
     position: fx.Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rotation:
+    """A rotary embedding of ``x``, whose pairs are from both halves of a head: ``x * cos + (-second, first) * sin``."""
+
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
 
 
 def attend_to_caches(module: fx.GraphModule) -> None:
@@ -40,7 +50,10 @@ def attend_to_caches(module: fx.GraphModule) -> None:
             continue
         if keys.position is not values.position:
             continue
-        query, new_key, cos, sin = unrotated(query, keys.row)
+        turned, new = _rotation(query), _rotation(keys.row)
+        new_key, cos, sin = keys.row, None, None
+        if turned and new and (turned.cos, turned.sin) == (new.cos, new.sin):
+            query, new_key, cos, sin = turned.x, new.x, new.cos, new.sin
         kept = fake(keys.state)
         tiling = cached_tiling(kept.shape[2], kept.shape[3], fake(values.state).shape[3], kept.element_size())
         rows = (keys.state, values.state, new_key, values.row, keys.position)
@@ -90,3 +103,55 @@ def _row(writer: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         is_shared = all(n == 1 or stride == 0 for n, stride in zip(index.shape[1:], index.stride()[1:], strict=True))
         return (given["src"], given["index"]) if is_row and is_shared else None
     return None
+
+
+def _rotation(node: fx.Node) -> _Rotation | None:
+    """Match a rotary embedding that is read once, by cosines and sines of each position that all heads share."""
+    if not is_call(node, aten.add.Tensor) or bound(node)["alpha"] != 1 or only_user(node) is None:
+        return None
+    for straight, turned in (node.args[:2], node.args[1::-1]):
+        for x, cos in _factors(straight):
+            for joined, sin in _factors(turned):
+                is_shared = _is_shared(cos, node) and _is_shared(sin, node)
+                if is_like(x, node) and is_like(joined, node) and is_shared and _is_turned(joined, x):
+                    return _Rotation(x=x, cos=cos, sin=sin)
+    return None
+
+
+def _factors(product: Any) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the two factors of a product, in both orders."""
+    if is_call(product, aten.mul.Tensor):
+        first, second = product.args
+        if isinstance(first, fx.Node) and isinstance(second, fx.Node):
+            yield first, second
+            yield second, first
+
+
+def _is_shared(angles: fx.Node, x: fx.Node) -> bool:
+    """Return whether there are as many of the dtype of x (batch, heads, 1, size) for each sequence, or for all."""
+    value, (batch, _, _, size) = fake(angles), fake(x).shape
+    shape = (1,) * (4 - value.dim()) + tuple(value.shape)
+    return value.dtype == fake(x).dtype and len(shape) == 4 and shape[0] in (1, batch) and shape[1:] == (1, 1, size)
+
+
+def _is_turned(joined: fx.Node, x: fx.Node) -> bool:
+    """Return whether a value is the second half of x, negated, and the first half after it."""
+    if not is_call(joined, aten.cat.default) or bound(joined)["dim"] % 4 != 3 or len(argument(joined, 0)) != 2:
+        return False
+    second, first = argument(joined, 0)
+    return is_call(second, aten.neg.default) and _is_half(first, x, 0) and _is_half(argument(second, 0), x, 1)
+
+
+def _is_half(part: fx.Node, x: fx.Node, number: int) -> bool:
+    """Return whether a view is the first half of x along the last axis, number 0, or the second."""
+    if views(part) is not x:
+        return False
+    half, whole = fake(part), fake(x)
+    begin = half.storage_offset() - whole.storage_offset()
+    length = whole.shape[3] // 2
+    return bool(
+        whole.shape[3] % 2 == 0
+        and half.shape == (*whole.shape[:3], length)
+        and half.stride() == whole.stride()
+        and begin == number * length * whole.stride(3)
+    )

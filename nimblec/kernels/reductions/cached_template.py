@@ -1,19 +1,18 @@
-# ruff: noqa: ANN001, ANN201 - Triton compiles these functions; their arguments are its own tensors
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton compiles these functions; their arguments are its own tensors
 # ruff: noqa: N803, N806 - constants known to the compiler in capitals, as in Triton's own kernels
 # ruff: noqa: PLR0915 - one kernel; branches are taken while it is compiled
 """The Triton kernel of one query's attention to a cache of keys and values, which gets the new key and value.
 
 A block computes one head of one sequence, without tensor cores: they would multiply 15 rows of nothing. The block
-rotates the query and the new key, and attends to the new rows in registers: whether another block has stored them in
-the cache by then does not matter. No other kernel of a run touches the cache, so a block that reads it in one step does
-so before the wait for the kernel before (`nimblec.kernels.device`).
+rotates the query and the new key (Su et al., RoFormer, 2021), and attends to the new rows in registers: whether another
+block has stored them in the cache by then does not matter. No other kernel of a run touches the cache, so a block that
+reads it in one step does so before the wait for the kernel before (`nimblec.kernels.device`).
 """
 
 import triton
 import triton.language as tl
 
 from nimblec.kernels.device import wait
-from nimblec.kernels.reductions.attention_template import rotated
 
 
 @triton.jit
@@ -54,8 +53,10 @@ def cached_attention(
     MASK_BATCH: tl.constexpr,
     MASK_HEAD: tl.constexpr,
     MASK_COLUMN: tl.constexpr,
-    ANGLE_BATCH: tl.constexpr,
-    ANGLE_COLUMN: tl.constexpr,
+    COS_BATCH: tl.constexpr,
+    COS_COLUMN: tl.constexpr,
+    SIN_BATCH: tl.constexpr,
+    SIN_COLUMN: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -92,14 +93,12 @@ def cached_attention(
 
     position = tl.load(position_ptr + batch * POSITION_BATCH)
     tl.device_assert((position >= 0) & (position < KEYS), "the position of a key is outside of the cache")
+    cos_ptr = cos_ptr if cos_ptr is None else cos_ptr + batch * COS_BATCH
+    sin_ptr = sin_ptr if sin_ptr is None else sin_ptr + batch * SIN_BATCH
     query_ptr += batch * QUERY_BATCH + head * QUERY_HEAD
-    query = tl.load(query_ptr + deep * QUERY_COLUMN, mask=is_deep, other=0.0)
+    query = _rotated(query_ptr, QUERY_COLUMN, cos_ptr, COS_COLUMN, sin_ptr, SIN_COLUMN, deep, SIZE).to(tl.float32)
     new_key_ptr += batch * NEW_KEY_BATCH + head // GROUP * NEW_KEY_HEAD
-    new_key = tl.load(new_key_ptr + deep * NEW_KEY_COLUMN, mask=is_deep, other=0.0)
-    angles = batch * ANGLE_BATCH
-    query = rotated(query, query_ptr, 0, QUERY_COLUMN, cos_ptr, sin_ptr, angles, ANGLE_COLUMN, deep, True, SIZE)
-    query = query.to(tl.float32)
-    new_key = rotated(new_key, new_key_ptr, 0, NEW_KEY_COLUMN, cos_ptr, sin_ptr, angles, ANGLE_COLUMN, deep, True, SIZE)
+    new_key = _rotated(new_key_ptr, NEW_KEY_COLUMN, cos_ptr, COS_COLUMN, sin_ptr, SIN_COLUMN, deep, SIZE)
     new_value_ptr += batch * NEW_VALUE_BATCH + head // GROUP * NEW_VALUE_HEAD
     new_value = tl.load(new_value_ptr + across * NEW_VALUE_COLUMN, mask=is_across, other=0.0)
     if head % GROUP == 0:
@@ -139,3 +138,27 @@ def cached_attention(
 
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + tl.program_id(0) * VALUE_SIZE + across, (mixed / total).to(dtype), mask=is_across)
+
+
+@triton.jit
+def _rotated(
+    x_ptr,
+    X_COLUMN: tl.constexpr,
+    cos_ptr,
+    COS_COLUMN: tl.constexpr,
+    sin_ptr,
+    SIN_COLUMN: tl.constexpr,
+    deep,
+    SIZE: tl.constexpr,
+):
+    """Load a row, rotated if there are cosines: pairs are from both halves of the row."""
+    exists = deep < SIZE
+    x = tl.load(x_ptr + deep * X_COLUMN, mask=exists, other=0.0)
+    if cos_ptr is not None:
+        is_first = deep < SIZE // 2
+        partner = tl.where(is_first, deep + SIZE // 2, deep - SIZE // 2)
+        other = tl.load(x_ptr + partner * X_COLUMN, mask=exists, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + deep * COS_COLUMN, mask=exists, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + deep * SIN_COLUMN, mask=exists, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * cos + tl.where(is_first, -other, other) * sin).to(x.dtype)
+    return x

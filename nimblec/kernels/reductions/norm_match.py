@@ -8,7 +8,7 @@ from torch import fx
 
 from nimblec.graph.rewriter import Rewriter, argument, bound, fake, is_call, only_user
 from nimblec.graph.scalars import number, shifted
-from nimblec.graph.vocabulary import DTYPES, is_like, uncast
+from nimblec.graph.vocabulary import DTYPES, HALF, is_like
 from nimblec.kernels.alone import alone
 from nimblec.kernels.images import is_within_reach
 from nimblec.kernels.reductions.norm_tilings import WIDEST, Norm
@@ -110,7 +110,7 @@ def _written_out(rewriter: Rewriter, root: fx.Node) -> NormRequest | None:
     if found is None or scaled is None or not is_call(scaled, aten.mul.Tensor) or not fake(scaled).numel():
         return None
     wide, eps, squares = found
-    x = uncast(wide)
+    x = _uncast(wide)
     (factor,) = (node for node in scaled.args[:2] if node is not root)
     if factor not in {wide, x}:
         return None
@@ -171,6 +171,15 @@ def _squared(rewriter: Rewriter, node: fx.Node) -> fx.Node | None:
     )
     x: fx.Node | None = argument(node, 0) if is_square else None
     return x
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """Return the half-precision value that ``node`` is a float32 cast of; else ``node``."""
+    if is_call(node, aten._to_copy.default) and fake(node).dtype == torch.float32:
+        source: fx.Node = argument(node, 0)
+        if fake(source).dtype in HALF and fake(source).shape == fake(node).shape:
+            return source
+    return node
 
 
 def _is_served(rewriter: Rewriter, request: NormRequest) -> bool:
