@@ -18,11 +18,9 @@ class Speed:
     Fitted to 590 times of 50 shapes on an H200 (ResNet-50, MobileNetV2, BERT; batch 1, weights not in the L2
     cache). The fastest of the dozen tilings of a shape ranks third by the estimate on average, and is always
     among the 10 candidates. On other GPUs the estimate gives an order in which to try tilings, not times.
-    The rates of memory and L2 cache are set by times of 386 launches of 17 networks, for what the best 8 take.
     """
 
-    memory_bytes: float = 3.6e6
-    l2_bytes: float = 8.5e6
+    l2_bytes: float = 3.6e6
     block_bytes: float = 78.6e3
     block_bytes_stored: float = 24e3
     flops: float = 2.5e6

@@ -20,7 +20,7 @@ from nimblec.kernels.products import gemm_op as ops
 from nimblec.kernels.products.depthwise_op import depthwise, pack_depthwise
 from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwise_candidates
 from nimblec.kernels.products.gemm_reference import as_multiplied
-from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates, shared_budget, with_loads_ahead
+from nimblec.kernels.products.gemm_tilings import Tiling, candidates, row_candidates, shared_budget
 from nimblec.kernels.products.packing import (
     for_tensor_cores,
     join_groups,
@@ -120,13 +120,6 @@ def test_candidates_are_few_and_fit(shape: Convolution) -> None:
         stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n)
         assert stage * tiling.num_stages <= max(shared_budget(SM_90), stage)
         assert tiling.block_m == 16 or tiling.block_m < 2 * shape.rows
-
-
-def test_few_rows_by_many_weights_are_loaded_ahead() -> None:
-    tiling = Tiling(block_m=64, block_n=32, block_k=128, split_k=2, num_stages=4)
-    assert with_loads_ahead(tiling, product(64, 5632, 2048), SM_90).num_stages == 8
-    for shape in (product(65, 5632, 2048), product(64, 1024, 2048)):
-        assert with_loads_ahead(tiling, shape, SM_90) == tiling
 
 
 @pytest.mark.parametrize("depth", [7, 96, 600, 2048, 5632])

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from nimblec.graph.rewriter import Rewriter, fake, is_call
 from nimblec.graph.views import viewed_alike
-from nimblec.graph.vocabulary import HALF, WHOLE_VIEWS
+from nimblec.graph.vocabulary import WHOLE_VIEWS
 from nimblec.kernels.call import AsBytes, AsStored, Call, Leaf, Made, Pool, evaluate, example
 from nimblec.kernels.compiling import Compile
 from nimblec.kernels.gpu import GPU, Trigger
@@ -19,14 +19,7 @@ from nimblec.kernels.products.depthwise_tilings import DepthwiseTiling, depthwis
 from nimblec.kernels.products.fp8 import factors_of, note_product
 from nimblec.kernels.products.gemm_match import ProductRequest, requests
 from nimblec.kernels.products.gemm_op import convolution, convolution_into, linear
-from nimblec.kernels.products.gemm_tilings import (
-    SPLITS,
-    Fp8Tiling,
-    Tiling,
-    candidates,
-    row_candidates,
-    with_loads_ahead,
-)
+from nimblec.kernels.products.gemm_tilings import Fp8Tiling, Tiling, candidates, row_candidates
 from nimblec.kernels.products.packing import (
     counters_of,
     for_tensor_cores,
@@ -75,16 +68,11 @@ def tilings(request: ProductRequest, gpu: GPU) -> Sequence[AnyTiling]:
         return depthwise_candidates(request.shape, gpu)
     of_rows = row_candidates(request.shape) if request.shape.rows == 1 else []
     if request.activated is not None:
-        return of_rows or _candidates(request, gpu, splits=(1,))
-    found = [*of_rows, *_candidates(request, gpu)]
+        return of_rows or candidates(request.shape, gpu, itemsize=request.dtype.itemsize, splits=(1,))
+    found = [*of_rows, *candidates(request.shape, gpu, itemsize=request.dtype.itemsize)]
     if request.largest is None or of_rows:
         return found
     return [*(Fp8Tiling.of(tiling.numbers) for tiling in candidates(request.shape, gpu, itemsize=1)), *found]
-
-
-def _candidates(request: ProductRequest, gpu: GPU, splits: Sequence[int] = SPLITS) -> list[Tiling]:
-    found = candidates(request.shape, gpu, itemsize=request.dtype.itemsize, splits=splits)
-    return [with_loads_ahead(each, request.shape, gpu) for each in found] if request.dtype in HALF else found
 
 
 def call(request: ProductRequest, tiling: AnyTiling, trigger: Trigger) -> Call:

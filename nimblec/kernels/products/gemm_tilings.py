@@ -1,7 +1,7 @@
 """How a convolution or product is divided into blocks, and the candidates for a GPU."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from nimblec.kernels.gpu import GPU, KIB
@@ -12,7 +12,6 @@ BLOCKS_M = (16, 32, 64, 128)
 BLOCKS_N = (16, 32, 64, 128)
 BLOCKS_K = (32, 64, 128)
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 18)
-_MANY_NBYTES = 8_000_000
 WIDE = 64
 """Rows of a tile from which instructions of warp groups can be used."""
 
@@ -87,18 +86,6 @@ def row_candidates(shape: Convolution) -> list[Tiling]:
     return [each for each in made if each.steps(shape) * each.block_k <= max(shape.depth * 1.15, 128)]
 
 
-def with_loads_ahead(tiling: Tiling, shape: Convolution, gpu: GPU) -> Tiling:
-    """Return the tiling with more stages where a product in half precision takes as long as its weights to arrive.
-
-    The loads then take the room that a block of the next kernel would have.
-    """
-    if shape.rows > tiling.block_m or _weights_nbytes(shape, itemsize=2) < _MANY_NBYTES:
-        return tiling
-    step_nbytes = _step_nbytes(2, tiling.block_m, tiling.block_n, tiling.block_k)
-    part = ceil_div(tiling.steps(shape), tiling.split_k)
-    return replace(tiling, num_stages=max(1, min(gpu.shared_per_block * 7 // 8 // step_nbytes, part, 8)))
-
-
 def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2) -> float:
     """Estimate microseconds: what the busiest multiprocessor reads, computes and writes, and merging split sums.
 
@@ -116,7 +103,6 @@ def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2)
     computing = turns * flops * size_factor / speed.flops * narrow
     busiest = max(turns * nbytes / speed.block_bytes, computing)
     everything = blocks * nbytes / speed.l2_bytes
-    weights = _weights_nbytes(shape, itemsize) / speed.memory_bytes
     step = (speed.step + speed.step_per_64 * tiling.block_k / 64 * size_factor) * narrow
     step += speed.load / tiling.num_stages
     own = steps * step * (1 + (turns - 1) * speed.behind)
@@ -124,12 +110,8 @@ def estimate(shape: Convolution, tiling: Tiling, *, gpu: GPU, itemsize: int = 2)
     if tiling.split_k > 1:
         meeting = speed.split + (tiling.split_k + 1) * size * 4 / speed.block_bytes
     sharp = speed.sharpness
-    together: float = (busiest**sharp + everything**sharp + weights**sharp + own**sharp) ** (1 / sharp)
+    together: float = (busiest**sharp + everything**sharp + own**sharp) ** (1 / sharp)
     return together + meeting + turns * size * itemsize / speed.block_bytes_stored
-
-
-def _weights_nbytes(shape: Convolution, itemsize: int) -> int:
-    return shape.out_channels * shape.depth * itemsize
 
 
 def _step_nbytes(itemsize: int, block_m: int, block_n: int, block_k: int) -> int:

@@ -47,7 +47,7 @@ def mean_candidates(shape: Means, gpu: GPU, *, itemsize: int = 2) -> list[PoolTi
         # Numbers that one thread holds.
         numbers = tiling.block_m * tiling.block_c / (32 * tiling.num_warps)
         alone = ceil_div(blocks, gpu.multiprocessors) * read / gpu.speed.block_bytes
-        time = max(alone, blocks * read / gpu.speed.memory_bytes) + steps * (0.1 + 0.01 * numbers)
+        time = max(alone, blocks * read / gpu.speed.l2_bytes) + steps * (0.1 + 0.01 * numbers)
         return time + 0.1 * tiling.num_warps**0.5, tiling.numbers
 
     return sorted(_of_means(shape), key=cost)[:_MOST]
