@@ -30,16 +30,13 @@ _PROMPT, _TOKENS, _REPEATS = 16, 128, 5
 
 def build(model: str) -> Any:
     """Return a causal language model of transformers with random weights."""
-    import transformers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from samples.text import tiny_llama
 
     torch.manual_seed(0)
     name, _, dtype = model.partition(":")
-    if name == "gpt2":
-        made = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    else:
-        heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
-        sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32_000, **sizes, **heads))
+    made = GPT2LMHeadModel(GPT2Config()) if name == "gpt2" else tiny_llama()
     return made.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]).eval()
 
 

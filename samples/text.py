@@ -23,8 +23,14 @@ def gpt2() -> Entries:
 
 
 def llama() -> Entries:
-    """A Llama of 1.1 billion parameters with grouped queries (TinyLlama's sizes), in bfloat16; tokens are drawn."""
+    """`tiny_llama` in bfloat16: prompts of up to 64 tokens; tokens are drawn."""
     torch.manual_seed(0)
+    model = tiny_llama().to(torch.bfloat16)
+    return nimblec.generate(model, prompts=(16, 64), max_new_tokens=128, eos=2, temperature=0.8, top_p=0.95)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Return a Llama of 1.1 billion parameters with grouped queries (TinyLlama's sizes)."""
     config = LlamaConfig(
         vocab_size=32_000,
         hidden_size=2_048,
@@ -33,5 +39,4 @@ def llama() -> Entries:
         num_attention_heads=32,
         num_key_value_heads=4,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    return nimblec.generate(model, prompts=(16, 64), max_new_tokens=128, eos=2, temperature=0.8, top_p=0.95)
+    return LlamaForCausalLM(config).eval()
